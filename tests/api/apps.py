@@ -16,15 +16,25 @@ import openai
 
 from disagg.api.http.app import AsgiApp, HttpApp, Readiness
 from disagg.api.http.batches import BatchApi
+from disagg.api.http.metrics import ApiMetrics
+from disagg.api.http.quota import Quota
 from disagg.api.running_job import Generate
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
+from disagg.api_keys import DEFAULT_TENANT
 from disagg.batch.store import BatchStore
-from disagg.config import HttpConfig
+from disagg.config import HttpConfig, TenantConfig
+from disagg.store.limits import Limits
 from tests.api.fakes import FakeGenerate, served_model
 
 URL = "/v1/chat/completions"
 READY = Readiness(ready=True, pools={"tiny": {"prefill": 1, "decode": 1}})
+
+
+def unlimited() -> Quota:
+    nobody = TenantConfig()
+    limits = Limits(lambda name: nobody, clock=time.monotonic)
+    return Quota(lambda name: nobody, lambda name: DEFAULT_TENANT, limits)
 
 
 def make_app(
@@ -46,6 +56,8 @@ def make_app(
     )
     ids = itertools.count(1)
     options.setdefault("readiness", lambda: READY)
+    options.setdefault("metrics", ApiMetrics())
+    options.setdefault("quota", unlimited())
     return HttpApp(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
 
 

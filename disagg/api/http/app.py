@@ -121,7 +121,7 @@ class HttpApp:
         ask_others: calls a method of this class in all other ingresses, and returns what those
             return that are there.
         new_id: returns random text for ids that clients do not choose.
-        quota: limits of tenants; None for no limits.
+        quota: limits of tenants.
         secret: makes sessions of the page that other ingresses accept which have the same one.
         planner: plans what the page asks for.
         names_replies: whether to send `x-request-id`; False if the host of the app sends it.
@@ -134,7 +134,8 @@ class HttpApp:
         config: HttpConfig,
         *,
         readiness: Callable[[], Readiness],
-        metrics: ApiMetrics | None = None,
+        metrics: ApiMetrics,
+        quota: Quota,
         explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
         show_fleet: Callable[[float | None], bytes] = lambda since_unix_s: b"{}",
         add_fleets: Callable[[Sequence[bytes]], bytes] = lambda shown: shown[0],
@@ -142,13 +143,11 @@ class HttpApp:
         beside: Callable[[], bytes] = bytes,
         ask_others: AskOthers = ask_nobody,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
-        quota: Quota | None = None,
         secret: bytes | None = None,
         planner: Planner | None = None,
         names_replies: bool = True,
         batches: BatchApi | None = None,
     ) -> None:
-        metrics = metrics or ApiMetrics()
         self._service = service
         self._config = config
         self._readiness = readiness
@@ -163,7 +162,7 @@ class HttpApp:
         self._new_id = new_id
         self._names_replies = names_replies
         self._key_check = KeyCheck(config, secret=secret)
-        self._quota = quota or Quota.unlimited(metrics.clock)
+        self._quota = quota
         self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
         self._stopping: object | None = None  # the drain that runs or is over, of several the last
         self._is_cutting = False

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from disagg.api.http.request import HttpRequest
 from disagg.api.request_spec import RequestSlo
 from disagg.api.running_job import RunningJob
-from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import TenantConfig
 from disagg.store.limits import Limits
 
@@ -32,12 +31,6 @@ class Quota:
         self._tenant = tenant
         self.tenant_class = tenant_class
         self._limits = limits
-
-    @classmethod
-    def unlimited(cls, clock: Callable[[], float]) -> Quota:
-        nothing = TenantConfig()
-        limits = Limits(lambda name: nothing, clock=clock)
-        return cls(lambda name: nothing, lambda name: DEFAULT_TENANT, limits)
 
     def min_priority(self, name: str) -> int:
         return self._tenant(name).min_priority
