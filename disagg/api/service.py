@@ -84,8 +84,8 @@ class Service:
         self,
         models: Mapping[str, ServedModel],
         generate: Generate,
+        adapters: AdapterTable,
         *,
-        adapters: AdapterTable | None = None,
         explain: Explain = lambda request_id: None,
         default_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.time,
@@ -211,22 +211,18 @@ class Service:
         """Serve a LoRA adapter, `/v1/load_lora_adapter`. Returns a sentence."""
         asked = read_request(body, LoadAdapterRequest)
         names = asked.lora_name, asked.lora_path, asked.base_model
-        await self._table().load(*names, in_place=asked.load_inplace)
+        await self._adapters.load(*names, in_place=asked.load_inplace)
         return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
 
     async def unload_adapter(self, body: bytes) -> str:
         """Serve a LoRA adapter no more, `/v1/unload_lora_adapter`. Returns a sentence."""
         asked = read_request(body, UnloadAdapterRequest)
-        await self._table().unload(asked.lora_name)
+        await self._adapters.unload(asked.lora_name)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
-
-    def _table(self) -> AdapterTable:
-        assert self._adapters is not None, "an ingress has a table"
-        return self._adapters
 
     def all_models(self) -> list[ServedModel]:
         """The models and adapters that clients may name."""
-        return [*self.models.values(), *(self._adapters.all() if self._adapters else ())]
+        return [*self.models.values(), *self._adapters.all()]
 
     def model(self, name: str | None) -> ServedModel:
         """Find a model by name, which may be None if only one model is served.
@@ -245,9 +241,7 @@ class Service:
                 param="model",
             )
         full = (each for each in self.models.values() if name and each.full_name == name)
-        found = self.models.get(name) or next(full, None)
-        if found is None and self._adapters is not None:
-            found = self._adapters.find(name)
+        found = self.models.get(name) or next(full, None) or self._adapters.find(name)
         if found is None:
             raise ModelNotFound(f"There is no model {name[:128]!r}; {served}", param="model")
         return found

@@ -25,7 +25,7 @@ from disagg.api_keys import DEFAULT_TENANT
 from disagg.batch.store import BatchStore
 from disagg.config import HttpConfig, TenantConfig
 from disagg.store.limits import Limits
-from tests.api.fakes import FakeGenerate, served_model
+from tests.api.fakes import FakeGenerate, NoAdapters, served_model
 
 URL = "/v1/chat/completions"
 READY = Readiness(ready=True, pools={"tiny": {"prefill": 1, "decode": 1}})
@@ -50,6 +50,7 @@ def make_app(
     service = Service(
         table,
         generate or FakeGenerate(),
+        NoAdapters(),
         default_timeout_s=timeout_s,
         clock=lambda: 1000.0,
         random_bits=lambda num_bits: next(counter),

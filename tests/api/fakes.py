@@ -27,6 +27,23 @@ from disagg.models.pooling import ModelPooling
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
 
+
+class NoAdapters:
+    """The table of an ingress that serves no LoRA adapters, and gets none."""
+
+    def all(self) -> list[ServedModel]:
+        return []
+
+    def find(self, name: str) -> ServedModel | None:
+        return None
+
+    async def load(self, *args: object, **options: object) -> None:
+        raise AssertionError("nobody loads one")
+
+    async def unload(self, name: str) -> None:
+        raise AssertionError("nobody unloads one")
+
+
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
     " + message['content'] + '<|im_end|>\\n' }}{% endfor -%}"

@@ -15,7 +15,15 @@ from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, ModelError, RequestError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import GenerationDefaults, describe_model
-from tests.api.fakes import CHATML, END, TOKENIZER, FakeGenerate, byte_level_core, served_model
+from tests.api.fakes import (
+    CHATML,
+    END,
+    TOKENIZER,
+    FakeGenerate,
+    NoAdapters,
+    byte_level_core,
+    served_model,
+)
 
 CALLER = Caller("id", tenant="t")
 
@@ -26,6 +34,7 @@ def service(*models: ServedModel, seed: int = 0) -> Service:
     return Service(
         table,
         FakeGenerate(),
+        NoAdapters(),
         default_timeout_s=60.0,
         clock=lambda: 1000.0,
         random_bits=rng.getrandbits,

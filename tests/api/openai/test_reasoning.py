@@ -18,7 +18,14 @@ from disagg.messages import GenerateRequest
 from disagg.models.description import describe_model
 from disagg.text.tokenizer import Tokenizer
 from tests.api.apps import make_app, openai_client
-from tests.api.fakes import CHATML, TOKENIZER, FakeGenerate, byte_level_core, served_model
+from tests.api.fakes import (
+    CHATML,
+    TOKENIZER,
+    FakeGenerate,
+    NoAdapters,
+    byte_level_core,
+    served_model,
+)
 from tests.api.openai.test_tools import LOOK
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -160,7 +167,8 @@ def thinker(template: str = THINKING, **fields: Any) -> ServedModel:
 async def asked(model: ServedModel, **fields: Any) -> GenerateRequest:
     """What workers are asked for a chat with these fields."""
     body = json.dumps({"messages": HI, **fields}).encode()
-    job = await Service({"tiny": model}, FakeGenerate()).prepare(CHAT, body, Caller("r"))
+    service = Service({"tiny": model}, FakeGenerate(), NoAdapters())
+    job = await service.prepare(CHAT, body, Caller("r"))
     return job.requests[0]
 
 
