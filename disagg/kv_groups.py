@@ -7,6 +7,11 @@ Row i of a sequence's block table has one block of each group, for the positions
 on; a block of a window is missing (`NO_BLOCK`) where no later token sees it. A model without
 windows, or one with the same window in all layers, is one group.
 
+A recurrent state is as many groups as it needs blocks. Their blocks in a row have the state after
+the last token that was computed of the row, if there is one, and otherwise are missing. The next
+token reads them, and writes the state after itself to its own row. So the state at the end of a
+full row is named like its KV, and a prefix can go on from it.
+
 Pure arithmetic: knows no pool, no model and no device.
 """
 
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -23,6 +28,7 @@ from disagg.blocks import BlockHash
 
 Window: TypeAlias = int | None  # positions that a token sees, including itself; None: all
 
+STATE = 0  # in place of a window: a block of a recurrent state
 NO_BLOCK = -1
 # Kernels read keys in tiles of so many positions, and mask those outside of a window. A block is
 # kept until no tile has a position of it, since even 0 * NaN of a masked value is NaN.
@@ -38,7 +44,7 @@ class LayerGroups:
     """The division of a model's layers.
 
     Attributes:
-        windows: of each group; full attention comes first.
+        windows: of each group; full attention comes first, and states come last.
         places: of each layer: its group, and its number in the group.
         num_layers: layers of a block. The last group of a window may use fewer.
     """
@@ -76,6 +82,28 @@ def group_layers(windows: Sequence[Window]) -> LayerGroups:
     return LayerGroups(tuple(of_groups), tuple(places[i] for i in range(len(windows))), size)
 
 
+def group_with_states(
+    num_layers: int, of_states: Collection[int], num_state_blocks: int
+) -> LayerGroups:
+    """Divide layers of which these have a recurrent state, and the others full attention."""
+    windows = None, *[STATE] * num_state_blocks
+    num_full = num_layers - len(of_states)
+    return LayerGroups(windows, state_places(num_layers, of_states), num_full)
+
+
+def state_places(num_layers: int, of_states: Collection[int]) -> tuple[tuple[int, int], ...]:
+    """The places of a model's layers, if the others have full attention.
+
+    Layers with states are numbered in the group that stands for all blocks of a state.
+    """
+    places, nums = [], [0, 0]
+    for layer in range(num_layers):
+        group = layer in of_states
+        places.append((int(group), nums[group]))
+        nums[group] += 1
+    return tuple(places)
+
+
 @dataclass(frozen=True)
 class KVGroups:
     """Which blocks of its groups a sequence needs.
@@ -96,8 +124,24 @@ class KVGroups:
         return self.windows.count(None)
 
     @cached_property
-    def num_windows(self) -> int:
+    def num_partial(self) -> int:
+        """Groups that do not keep all rows: windows, and states."""
         return self.num_groups - self.num_full
+
+    @cached_property
+    def num_states(self) -> int:
+        """Blocks of a recurrent state, which are the last groups; 0: there is none."""
+        return self.windows.count(STATE)
+
+    @cached_property
+    def of_windows(self) -> range:
+        """The groups with a window."""
+        return range(self.num_full, self.num_groups - self.num_states)
+
+    def of_state(self, row: int) -> range:
+        """The indices of a row's blocks of a state."""
+        end = (row + 1) * self.num_groups
+        return range(end - self.num_states, end)
 
     def num_rows(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -107,6 +151,8 @@ class KVGroups:
         window = self.windows[group]
         if window is None:
             return 0
+        if window == STATE:
+            return max(0, num_tokens - 1) // self.block_size
         return max(0, num_tokens - window + 1) // TILE_TOKENS * TILE_TOKENS // self.block_size
 
     def needed(self, num_tokens: int) -> Sequence[int]:
@@ -117,26 +163,27 @@ class KVGroups:
         others, and the blocks of full attention before those that a longer prompt does not need.
         """
         num, num_named = self.num_groups, num_tokens // self.block_size
-        if not self.num_windows and num == 1:
+        if not self.num_partial and num == 1:
             return range(self.num_rows(num_tokens))
-        firsts = [self.first_row(group, num_tokens) for group in range(num)]
+        firsts = {group: self.first_row(group, num_tokens) for group in self.of_windows}
         full = [row * num + group for row in range(num_named) for group in range(self.num_full)]
         seen = [
             row * num + group
-            for row in range(min(firsts[self.num_full :], default=0), num_named)
-            for group in range(self.num_full, num)
+            for row in range(min(firsts.values(), default=0), num_named)
+            for group in firsts
             if row >= firsts[group]
         ]
+        if num_tokens and num_tokens == num_named * self.block_size:
+            seen += self.of_state(num_named - 1)
         begun = range(num_named * num, self.num_rows(num_tokens) * num)
         return [*full, *seen, *begun]
 
     def num_needed(self, num_tokens: int) -> int:
         """The number of blocks that `needed` returns."""
         num_rows = self.num_rows(num_tokens)
-        firsts = (
-            self.first_row(group, num_tokens) for group in range(self.num_full, self.num_groups)
-        )
-        return self.num_full * num_rows + sum(num_rows - first for first in firsts)
+        firsts = (self.first_row(group, num_tokens) for group in self.of_windows)
+        num_states = self.num_states if num_tokens else 0
+        return self.num_full * num_rows + sum(num_rows - first for first in firsts) + num_states
 
     def num_at_most(self, num_tokens: int) -> int:
         """The most blocks that a sequence needs at any time until it has `num_tokens` tokens, if it
@@ -151,22 +198,21 @@ class KVGroups:
         return (window + TILE_TOKENS - 2) // self.block_size + 2
 
     def num_coming(self, num_rows: int, num_held: int, num_computed: int) -> int:
-        """The most blocks of windows that a sequence will take, beside those that it gives back.
+        """The most blocks of windows and states that a sequence will take, beside those that it
+        gives back.
+
+        It has two states while it begins a row: the one that it reads, and the one that it writes.
 
         Args:
             num_rows: of all its tokens.
             num_held: rows that are complete but for what left a window.
         """
-        return sum(
+        num_states = self.num_states and max(0, min(num_rows - num_held, 2 - (num_computed > 0)))
+        return self.num_states * num_states + sum(
             max(0, min(num_rows - num_held, self.most_rows(group) - (num_held - first)))
             for group in self.of_windows
             for first in (self.first_row(group, num_computed),)
         )
-
-    @cached_property
-    def of_windows(self) -> range:
-        """The groups with a window."""
-        return range(self.num_full, self.num_groups)
 
     def longest(self, num_blocks: int) -> int:
         """The most tokens of a sequence for which `num_blocks` blocks are enough."""
@@ -183,12 +229,12 @@ class KVGroups:
     @cached_property
     def num_blocks_of_row(self) -> float:
         """The blocks of a row on average, of a sequence of a usual length."""
-        return self.num_needed(USUAL_TOKENS) / self.num_rows(USUAL_TOKENS)
+        return (self.num_needed(USUAL_TOKENS) + self.num_states) / self.num_rows(USUAL_TOKENS)
 
     def names(self, hashes: Sequence[BlockHash], num_tokens: int) -> Sequence[BlockHash]:
         """The names of the leading blocks of `needed`, as far as they are full."""
         num, num_named = self.num_groups, num_tokens // self.block_size
-        if num_named > len(hashes) or (num == 1 and not self.num_windows):
+        if num_named > len(hashes) or (num == 1 and not self.num_partial):
             return self.full_names(hashes[:num_named])
         end = num_named * num
         return [block_name(hashes[i // num], i % num) for i in self.needed(num_tokens) if i < end]
@@ -200,13 +246,18 @@ class KVGroups:
         return [block_name(each, group) for each in hashes for group in range(self.num_full)]
 
     def num_found(self, hashes: Sequence[BlockHash], is_cached: Callable[[BlockHash], bool]) -> int:
-        """The most rows of which full attention has all blocks, and windows those that are needed
-        to go on after them."""
+        """The most rows of which full attention has all blocks, and windows and states those that
+        are needed to go on after them."""
         num_rows = len(hashes)
         for group in range(self.num_full):
             names = (block_name(each, group) for each in hashes[:num_rows])
             num_rows = next((i for i, name in enumerate(names) if not is_cached(name)), num_rows)
+        of_state = range(self.num_groups - self.num_states, self.num_groups)
         while num_rows:
+            last = hashes[num_rows - 1]
+            if not all(is_cached(block_name(last, group)) for group in of_state):
+                num_rows -= 1
+                continue
             last_missing = -1
             for group in self.of_windows:
                 first = self.first_row(group, num_rows * self.block_size)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import kv_groups
-from tests.engine.workload import WINDOWS
+from tests.engine.workload import STATES, WINDOWS
 from tests.grids import examples
 from tests.worker.fleet import assert_equivalent, assert_thrifty
 from tests.worker.plays import Dice, DrawnDice, Play, play_in_quiet, play_in_trouble
@@ -64,6 +64,15 @@ def test_so_it_does_where_layers_have_windows() -> None:
         "preempted",
     )
     assert all(met[each] for each in (*wanted, "pull torn", "draft accepted")), met
+
+
+def test_so_it_does_where_layers_have_recurrent_states() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(60):
+        play = play_in_trouble(Dice(seed), num_trips=range(5, 15), of_windows=STATES)
+        met.update(assert_equivalent(play).met)
+    assert all(met[each] for each in ("pulled", "prefetched", "granted", "preempted")), met
+    assert not met["draft accepted"]
 
 
 @st.composite

@@ -69,6 +69,7 @@ THIRD_PARTY = {
         "models/heads.py",
         "models/kept_states.py",
         "models/layers.py",
+        "models/delta_net.py",
         "models/latent.py",
         "models/gguf_values.py",
         "models/quantized_values.py",

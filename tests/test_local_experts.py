@@ -1,7 +1,8 @@
 """Experts, sinks, latents and other norms in the whole system: the text is that of transformers.
 
 Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted. One
-model has latents, one windows in some layers, one sinks; others are compared in `tests/models`.
+model has latents, one windows in some layers, one sinks, and one recurrent states; others are
+compared in `tests/models`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "sliding_window": 30,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "rms_norm_eps": 1e-3,
         },
     ),
 }
@@ -146,7 +162,7 @@ async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
     model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
     # 12 that all share and 5 each for two of the four; with windows, one sequence and little more.
-    num_blocks = 24 if name == "deepseek-v3" else 32
+    num_blocks = {"deepseek-v3": 24, "qwen3-next": 40}.get(name, 32)
     engine = EngineConfig(
         dtype="float32",
         num_threads=1,

@@ -171,7 +171,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     @property
     def _flop_per_attended(self) -> int:
         shape = self.shape
-        return 4 * shape.config.num_layers * shape.config.num_heads * shape.head_dim
+        return 4 * shape.config.num_kv_layers * shape.config.num_heads * shape.head_dim
 
     @cached_property
     def per_context_s(self) -> float:

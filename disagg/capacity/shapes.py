@@ -192,18 +192,20 @@ class ModelShape:
 
     @cached_property
     def _layers(self) -> list[tuple[int, Fields, Fields]]:
-        """The dense layers and those with experts: their number, and the matrices of one of them.
+        """The dense layers and those with experts, with attention and with delta nets: their
+        number, and the matrices of one of them.
 
         They are the matrices of the model, and those of one of its GPUs.
         """
-        every, found = range(self.config.num_layers), []
-        sparse = [layer for layer in every if self.config.experts_in(layer) is not None]
-        dense = [layer for layer in every if layer not in set(sparse)]
-        for layers in (dense, sparse):
-            if layers:
-                shares = Share(), Share(0, self.num_gpus)
-                whole, own = (_matrices(self.config, layers[0], share) for share in shares)
-                found.append((len(layers), whole, own))
+        config, alike = self.config, dict[tuple[bool, bool], list[int]]()
+        for layer in range(config.num_layers):
+            kind = config.experts_in(layer) is not None, layer in config.delta_layers
+            alike.setdefault(kind, []).append(layer)
+        found = []
+        for _, layers in sorted(alike.items()):
+            shares = Share(), Share(0, self.num_gpus)
+            whole, own = (_matrices(config, layers[0], share) for share in shares)
+            found.append((len(layers), whole, own))
         return found
 
     @property
@@ -255,17 +257,21 @@ class ModelShape:
 
         Args:
             num_tokens: the mean over a sequence of this length, whose windows keep only its last
-                tokens. 0: of a token that all layers keep.
+                tokens, and which has one recurrent state. 0: of a token that all layers keep.
         """
         value_bits, scale_bits = KV_BITS[dtype]
-        num_layers: float = self.config.num_layers
-        if num_tokens > 0.0:
+        num_layers: float = self.config.num_kv_layers
+        states, state_nbytes = self.config.states, 0.0
+        if states is not None and num_tokens > 0.0:
+            state_nbytes = states.nbytes / num_tokens
+        elif num_tokens > 0.0:
             layers, size = group_layers(self.config.sliding_windows), TILE_TOKENS
             num_blocks = KVGroups(layers.windows, size).num_needed(math.ceil(num_tokens))
             num_layers = min(num_layers, num_blocks * size * layers.num_layers / num_tokens)
         vector_nbytes = (self.config.head_dim * value_bits + scale_bits) // 8
         num_vectors = self.config.num_vectors
-        return int(num_layers * num_vectors * self.config.num_kv_heads * vector_nbytes)
+        kv_nbytes = num_layers * num_vectors * self.config.num_kv_heads * vector_nbytes
+        return int(kv_nbytes + state_nbytes)
 
 
 def _above_mean(count: int) -> float:

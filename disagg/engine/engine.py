@@ -137,6 +137,8 @@ class Engine:
         except SequencesFailed as failed:  # no sequence has advanced: the others are planned again
             self.last_plan = _IDLE
             self._end_broken(failed)
+            if self.pool.groups.num_states:
+                self.scheduler.begin_again()
             return ended
 
     def _step(self) -> list[TokenEvent]:

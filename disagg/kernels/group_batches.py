@@ -18,10 +18,10 @@ from disagg.kernels.ops import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class GroupBatches:
-    """One batch for each group; with one group only that of the step.
+    """One batch for each group that has KV; with one group only that of the step.
 
     tables: int32 [num_rows, num_groups, max_num_rows], the block tables; None: there is one group.
-    slots: int64 [num_groups, num_tokens].
+    slots: int64 [groups that have KV, num_tokens].
     """
 
     batches: tuple[PagedBatch, ...]
@@ -38,11 +38,11 @@ class GroupBatches:
         num_columns = batch.block_tables.shape[1] // num_groups  # another column may follow
         tables = batch.block_tables[:, : num_groups * num_columns]
         tables = tables.view(-1, num_groups, num_columns)
-        slots = batch.slots.repeat(num_groups, 1)
+        slots = batch.slots.repeat(kv_cache.num_kv_groups, 1)
         whole: Any = batch  # a dataclass in each of its forms
         batches = (
             replace(whole, block_tables=tables[:, group], slots=slots[group])
-            for group in range(num_groups)
+            for group in range(kv_cache.num_kv_groups)
         )
         return cls(tuple(batches), tables, slots, block_size)
 
@@ -50,6 +50,7 @@ class GroupBatches:
         """Fill in the slots of the step that is in the batch's tensors now, on the device."""
         if self.tables is None:
             return
+        num_groups = len(self.batches)
         num_tokens, num_seqs = batch.slots.shape[0], batch.context_lens.shape[0]
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.slots.device)
         rows = torch.searchsorted(batch.query_start[1:], tokens, right=True)
@@ -57,6 +58,6 @@ class GroupBatches:
         if batch.table_rows is not None:
             rows = batch.table_rows.index_select(0, rows)
         columns = batch.positions.div(self.block_size, rounding_mode="floor")
-        blocks = self.tables.transpose(0, 1)[:, rows, columns].long()
+        blocks = self.tables.transpose(0, 1)[:num_groups, rows, columns].long()
         slots = blocks * self.block_size + batch.positions % self.block_size
         self.slots.copy_(slots.masked_fill_(batch.slots < 0, -1))

@@ -15,6 +15,8 @@ aligned. A block has the pages of its first head in all layers, then those of th
 In latent attention a token has one vector per layer, which is its key; the first values of the
 vector are its value. So there is one head, with one page instead of two.
 
+Layers with a recurrent state have no pages: other blocks hold their states (`recurrent_state`).
+
 So a block is one contiguous run of bytes, the heads of a rank are a run in the block of all heads,
 and transfers need not know the format or the model. Must not know which sequence holds a block, or
 where the memory comes from.
@@ -26,9 +28,11 @@ other as a matrix product needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from disagg.kernels.recurrent_state import StatePages, StateShape, state_pages
 
 if TYPE_CHECKING:  # loading torch takes seconds, and formats and sizes do not need it
     import torch
@@ -133,9 +137,10 @@ class KVPages:
         rows: one row per page in the order of memory, [num_blocks * num_kv_heads * num_layers *
             num_vectors, *]: the values; with scales, all bytes as uint8.
         blocks: one row per block, [num_blocks, *], of the same dtype as `rows`.
-        layers: `values` and `scales` by layer of the model.
+        layers: `values` and `scales` by layer of the model, of those that have KV.
         places: of each layer of the model, its group and its place in a block of the group. Layers
             of one group share a block table (`disagg.kv_groups`).
+        states: the same memory as recurrent states, whose groups come last; None: no layer has one.
     """
 
     format: KVFormat
@@ -143,9 +148,15 @@ class KVPages:
     scales: Tensor | None
     rows: Tensor
     blocks: Tensor
-    layers: tuple[LayerPages, ...]
+    layers: Mapping[int, LayerPages]
     places: tuple[tuple[int, int], ...]
     num_groups: int
+    states: StatePages | None = None
+
+    @property
+    def num_kv_groups(self) -> int:
+        """The groups that have KV, which come first."""
+        return self.num_groups - (0 if self.states is None else self.states.num_blocks)
 
     @property
     def head_dim(self) -> int:
@@ -188,6 +199,7 @@ def clear_begun_blocks(
 def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
     head_dim: int, num_vectors: int = 2, places: tuple[tuple[int, int], ...] | None = None,
+    states: StateShape | None = None,
 ) -> KVPages:  # fmt: skip
     """Make the views of a slab.
 
@@ -195,7 +207,9 @@ def pages_of(
         memory: flat uint8 tensor with a whole number of blocks.
         num_layers: layers in a block.
         num_vectors: vectors of a token in each layer and head: 2, or 1 for latent attention.
-        places: see `KVPages`; None: a block has all layers of the model.
+        places: see `KVPages`; None: a block has all layers of the model. Layers with a recurrent
+            state are in the last group, which stands for all groups of their blocks.
+        states: their shape; None: there are none.
     """
     import torch
 
@@ -203,34 +217,48 @@ def pages_of(
     num_groups = max(places)[0] + 1
     pages_per_block = num_kv_heads * num_layers * num_vectors
     dims = (-1, num_kv_heads, num_layers, num_vectors)
-    width = head_dim // format.packed
-    page_nbytes = format.page_nbytes(block_size, head_dim)
+    width, page_nbytes = head_dim // format.packed, format.page_nbytes(block_size, head_dim)
+    num_kv_groups, of_states = num_groups, None
+    if states is not None:
+        of_states = state_pages(memory, states, pages_per_block * page_nbytes)
+        num_kv_groups, num_groups = num_groups - 1, num_groups - 1 + of_states.num_blocks
+    scales = None
     if not format.has_scales:
         rows = memory.view(format.dtype).view(-1, block_size * head_dim)
         values = rows.view(*dims, block_size, head_dim).movedim(1, 3)
-        blocks = rows.view(-1, pages_per_block * rows.shape[1])
-        alone = [LayerPages(layer, None, None) for layer in values.unbind(1)]
-        of_model = tuple(alone[place] for _, place in places)
-        return KVPages(format, values, None, rows, blocks, of_model, places, num_groups)
-    rows = memory.view(-1, page_nbytes)
-    begin = format.scales_offset(block_size, head_dim)
-    end = begin + block_size * SCALE_NBYTES
-    stored = rows[:, : block_size * width].view(format.dtype)
-    values = stored.view(*dims, block_size, width).movedim(1, 3)
-    scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size).movedim(1, 3)
-    blocks = rows.view(-1, pages_per_block * page_nbytes)
-    layers = [
-        LayerPages(of_layer, of_layer.view(torch.int16) if width % 2 == 0 else None, its_scales)
-        for of_layer, its_scales in zip(values.unbind(1), scales.unbind(1), strict=True)
-    ]
-    of_model = tuple(layers[place] for _, place in places)
-    return KVPages(format, values, scales, rows, blocks, of_model, places, num_groups)
+        layers = [LayerPages(layer, None, None) for layer in values.unbind(1)]
+    else:
+        rows = memory.view(-1, page_nbytes)
+        begin = format.scales_offset(block_size, head_dim)
+        end = begin + block_size * SCALE_NBYTES
+        stored = rows[:, : block_size * width].view(format.dtype)
+        values = stored.view(*dims, block_size, width).movedim(1, 3)
+        scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size).movedim(1, 3)
+        layers = [
+            LayerPages(of_layer, of_layer.view(torch.int16) if width % 2 == 0 else None, its_scales)
+            for of_layer, its_scales in zip(values.unbind(1), scales.unbind(1), strict=True)
+        ]
+    return KVPages(
+        format=format,
+        values=values,
+        scales=scales,
+        rows=rows,
+        blocks=rows.view(-1, pages_per_block * rows.shape[1]),
+        layers={
+            layer: layers[place]
+            for layer, (group, place) in enumerate(places)
+            if group < num_kv_groups
+        },
+        places=places,
+        num_groups=num_groups,
+        states=of_states,
+    )
 
 
 def new_pages(
     format: KVFormat, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
     head_dim: int, device: torch.device, num_vectors: int = 2,
-    places: tuple[tuple[int, int], ...] | None = None,
+    places: tuple[tuple[int, int], ...] | None = None, states: StateShape | None = None,
 ) -> KVPages:  # fmt: skip
     """Allocate a slab of zeros, and make its views; see `pages_of`."""
     import torch
@@ -239,7 +267,7 @@ def new_pages(
     nbytes = num_blocks * num_layers * num_vectors * num_kv_heads * page_nbytes
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     heads = (num_layers, num_kv_heads, block_size, head_dim, num_vectors)
-    return pages_of(memory, format, *heads, places)
+    return pages_of(memory, format, *heads, places, states)
 
 
 def _aligned(nbytes: int) -> int:

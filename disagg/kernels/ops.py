@@ -266,3 +266,23 @@ class Ops(Protocol):
         Returns [num_tokens, num_heads, value_dim], whose heads need not be adjacent in memory.
         """
         ...
+
+    def delta_net(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        taps: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: Paging,
+    ) -> Tensor:
+        """Advance the recurrent states of a layer by the tokens of this step, and read them.
+
+        `mixed` is [num_tokens, channels]: queries, keys and values of all heads before a causal
+        convolution with `taps`, [channels, taps], and SiLU. Queries and keys are then normalised.
+        `decay` and `beta` are float32 [num_tokens, num_heads]: the logarithm of what each token
+        leaves of the state, and how much of the error it corrects (the gated delta rule, arXiv
+        2412.06464). Returns [num_tokens, num_heads, value_dim].
+        """
+        ...

@@ -245,6 +245,14 @@ class Decoder:
             adapted.adding(index, "qkv")(projected, normed)
         if layer.latent is not None:
             return layer.latent(ops, projected, rotation.rows, kv_cache, index, paging)
+        if layer.delta_net is not None:
+            return layer.delta_net(ops, normed, projected, kv_cache, index, paging)
+        gates = None
+        if config.gates_output:
+            num_values = config.num_heads * config.head_dim
+            projected, gates = (
+                each.contiguous() for each in projected.tensor_split((-num_values,), 1)
+            )
         heads = projected.view(len(projected), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
         if config.rotates_pairs:
@@ -255,7 +263,8 @@ class Decoder:
         ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rotation.rows, squares)
         if rotation.query_scales is not None:
             heads[:, : config.num_heads].mul_(rotation.query_scales)
-        return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
+        attended = ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
+        return attended if gates is None else attended * gates.sigmoid()
 
     def _mlp(
         self,

@@ -49,6 +49,12 @@ _QWEN_EXPERTS = ExpertNames(
     down="mlp.experts.{}.down_proj",
     has_dense_layers=True,
 )
+_SHARED_QWEN_EXPERTS = replace(
+    _QWEN_EXPERTS,
+    shared="mlp.shared_expert",
+    shared_gate="mlp.shared_expert_gate",
+    shared_size="shared_expert_intermediate_size",
+)
 _QWEN_MOE: Json = {
     **_EVERY,
     "max_position_embeddings": 32768,
@@ -219,12 +225,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "qkv_bias": True,
             },
             qkv_bias="qkv_bias",
-            experts=replace(
-                _QWEN_EXPERTS,
-                shared="mlp.shared_expert",
-                shared_gate="mlp.shared_expert_gate",
-                shared_size="shared_expert_intermediate_size",
-            ),
+            experts=_SHARED_QWEN_EXPERTS,
         ),
         "Qwen3MoeForCausalLM": Family(
             model_type="qwen3_moe",
@@ -233,6 +234,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             output_bias="attention_bias",
             qk_norm="each head",
             experts=_QWEN_EXPERTS,
+        ),
+        "Qwen3NextForCausalLM": Family(
+            model_type="qwen3_next",
+            defaults={
+                **_QWEN_MOE,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "partial_rotary_factor": 0.25,
+                "num_experts_per_tok": 10,
+                "norm_topk_prob": True,
+                "full_attention_interval": 4,
+            },
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            qk_norm="each head",
+            norms_less_one=True,
+            has_delta_nets=True,
+            gates_output=True,
+            experts=_SHARED_QWEN_EXPERTS,
         ),
         "DeepseekV2ForCausalLM": Family(
             model_type="deepseek_v2",
@@ -575,7 +595,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": _IMAGES,
         "Qwen3VLForConditionalGeneration": _IMAGES,
         "Qwen3VLMoeForConditionalGeneration": _IMAGES,
-        "Qwen3NextForCausalLM": _STATES,
         "Qwen3_5ForConditionalGeneration": _STATES,
         "Qwen3_5MoeForConditionalGeneration": _STATES,
         "NemotronHForCausalLM": _STATES,

@@ -100,6 +100,10 @@ class Family:
         norms_less_one: whether a checkpoint has the weights of norms minus one. They are then kept
             in float32, as transformers computes them.
         scaled_embedding: whether embeddings are multiplied by the square root of their size.
+        has_delta_nets: whether `layer_types`, or else `full_attention_interval`, names layers that
+            have a gated delta net instead of attention.
+        gates_output: whether the output of attention is multiplied by a sigmoid, whose inputs are
+            further rows of the queries' matrix, those of a head behind its query.
         activations: names in config.json of the activation of its MLPs; all mean the same one.
         fits_float16: whether its activations fit into float16.
     """
@@ -124,6 +128,8 @@ class Family:
     norms: Norms = "before"
     norms_less_one: bool = False
     scaled_embedding: bool = False
+    has_delta_nets: bool = False
+    gates_output: bool = False
     activations: tuple[str, ...] = ("silu",)
     fits_float16: bool = True
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from disagg.kernels.ops import Experts, Ops, Weight
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.models.communicator import Communicator
+from disagg.models.delta_net import DeltaNet
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.latent import LatentAttention
 from disagg.models.model_config import ModelConfig
@@ -48,6 +49,7 @@ class Layer:
     window: int | None
     rope: int  # its number among the `ropes` of the config
     latent: LatentAttention | None
+    delta_net: DeltaNet | None
 
 
 class LayerPacker:
@@ -79,6 +81,7 @@ class LayerPacker:
             window=config.sliding_windows[index],
             rope=self._ropes.index(config.rope_in(index)),
             latent=LatentAttention.pack(ops, config, layer),
+            delta_net=DeltaNet.pack(ops, config, layer),
         )
 
     def _mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> Mlp | ExpertMlp:

@@ -12,6 +12,7 @@ from typing import Any
 
 from disagg.errors import ModelError
 from disagg.kernels.activation import Activation
+from disagg.kernels.recurrent_state import DeltaHeads, StateShape
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
 from disagg.models.families import FAMILIES, NOT_YET
 from disagg.models.family import Family, Fields, Json, Norms
@@ -21,6 +22,7 @@ from disagg.models.rope import RopeConfig, ropes_by_kind
 DTYPES = ("float32", "bfloat16", "float16")
 _MOST_LAYERS = 10_000  # each layer is described before its weights are known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+_MIXED_TYPES = ("linear_attention", "full_attention")
 _SCALAR = "query_pre_attn_scalar"
 
 
@@ -68,6 +70,8 @@ class ModelConfig:
 
     `sliding_windows` has one entry per layer: the number of positions that a token sees, including
     itself, or None for all.
+
+    Layers of `delta_layers` have no attention, but a gated delta net with `delta_heads`.
     """
 
     family: str
@@ -104,6 +108,9 @@ class ModelConfig:
     activation: Activation = "silu"  # of MLPs
     window_rope: RopeConfig | None = None  # of layers with a window, if it differs
     no_rope_layers: frozenset[int] = frozenset()  # layers without positions
+    delta_layers: tuple[int, ...] = ()
+    delta_heads: DeltaHeads | None = None
+    gates_output: bool = False  # of attention (`Family.gates_output`)
     rotates_pairs: bool = False  # RoPE rotates neighbouring values (`Family.rotates_pairs`)
     score_scale: float | None = None  # the factor of queries times keys; None: head_dim^-0.5
     score_cap: float | None = None  # the same for attention scores as `logit_cap` for logits
@@ -121,6 +128,17 @@ class ModelConfig:
     def num_vectors(self) -> int:
         """The number of cached vectors per token, layer and KV head: a key and a value, or one."""
         return 2 if self.latent is None else 1
+
+    @property
+    def states(self) -> StateShape | None:
+        """The recurrent state of a sequence; None: it has none."""
+        heads = self.delta_heads
+        return None if heads is None else StateShape(heads, len(self.delta_layers))
+
+    @property
+    def num_kv_layers(self) -> int:
+        """The number of layers that keep keys and values, or latents."""
+        return self.num_layers - len(self.delta_layers)
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None if its MLP is dense."""
@@ -173,6 +191,8 @@ def not_compiled(config: ModelConfig) -> str:
         "experts": config.experts is not None,
         "attention sinks": config.sinks,
         "latents": config.latent is not None,
+        "layers with a recurrent state": config.delta_heads is not None,
+        "gated outputs of attention": config.gates_output,
         "heads that are rotated in part": is_partial,
         "norms over all heads": config.qk_norm_all_heads,
         "norms after attention and MLP": config.norms != "before",
@@ -239,6 +259,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         has_qk_norm = fields.flag("use_qk_norm")
     names = family.experts
     windows = _sliding_windows(fields, name, family)
+    delta_layers = _delta_layers(fields, len(windows)) if family.has_delta_nets else ()
     return ModelConfig(
         family=name,
         num_layers=len(windows),
@@ -272,6 +293,9 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         activation="silu" if family.activations == ("silu",) else "gelu_tanh",
         window_rope=window_rope,
         no_rope_layers=_no_rope_layers(fields, family, windows),
+        delta_layers=delta_layers,
+        delta_heads=_delta_heads(fields) if delta_layers else None,
+        gates_output=family.gates_output,
         rotates_pairs=family.rotates_pairs,
         score_scale=_score_scale(fields, family, head_dim),
         score_cap=_cap(fields, family, "attn_logit_softcapping"),
@@ -314,6 +338,37 @@ def _latent(fields: Fields, rope: RopeConfig, family: Family) -> LatentConfig:
         scale=rope.score_factor * (nope_dim + rope_dim) ** -0.5,
         is_interleaved=is_interleaved,
     )
+
+
+def _delta_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers with a gated delta net. Raises `ModelError`."""
+    kinds = fields.raw["layer_types"]
+    if kinds is None:
+        every = fields.size("full_attention_interval")
+        kinds = [_MIXED_TYPES[(layer + 1) % every == 0] for layer in range(num_layers)]
+    _check_kinds(fields, kinds, num_layers, _MIXED_TYPES)
+    if "full_attention" not in kinds:
+        raise fields.wrong(
+            "layer_types (or full_attention_interval) must name a layer of full_attention; models"
+            " without one are not supported"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _delta_heads(fields: Fields) -> DeltaHeads:
+    heads = DeltaHeads(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        taps=fields.size("linear_conv_kernel_dim"),
+    )
+    if heads.num_heads % heads.num_key_heads or heads.taps < 2:
+        raise fields.wrong(
+            f"linear_num_value_heads {heads.num_heads} must be a multiple of linear_num_key_heads"
+            f" {heads.num_key_heads}, and linear_conv_kernel_dim {heads.taps} at least 2"
+        )
+    return heads
 
 
 def _num_nextn_layers(fields: Fields) -> int:
@@ -466,6 +521,8 @@ def _with_partial_factor(fields: Fields) -> Json:
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:
     """For each layer, the number of positions that a token sees, including itself; None: all."""
     num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
+    if family.has_delta_nets:
+        return (None,) * num_layers
     is_stated = family.windows == "stated"
     kinds = fields.raw.get("layer_types")
     has_switch = "use_sliding_window" in family.defaults
@@ -499,17 +556,21 @@ def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | N
 def _windows_of(
     fields: Fields, kinds: Any, window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
-    if not isinstance(kinds, list):
-        raise fields.wrong(f"layer_types must be a list, not {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_TYPES})
-    if unknown or len(kinds) != num_layers:
-        raise fields.wrong(
-            f"layer_types must name {num_layers} layers as {' or '.join(_LAYER_TYPES)}; found "
-            f"{len(kinds)} with {', '.join(unknown) or 'nothing else'}"
-        )
+    _check_kinds(fields, kinds, num_layers, _LAYER_TYPES)
     if window is None and "sliding_attention" in kinds:
         raise fields.wrong(
             "layer_types names sliding_attention, but no window is set; set sliding_window (and"
             " for Qwen use_sliding_window), or change these layers to full_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _check_kinds(fields: Fields, kinds: Any, num_layers: int, known: tuple[str, ...]) -> None:
+    if not isinstance(kinds, list):
+        raise fields.wrong(f"layer_types must be a list, not {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds if kind not in known})
+    if unknown or len(kinds) != num_layers:
+        raise fields.wrong(
+            f"layer_types must name {num_layers} layers as {' or '.join(known)}; found "
+            f"{len(kinds)} with {', '.join(unknown) or 'nothing else'}"
+        )

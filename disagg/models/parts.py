@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
@@ -89,7 +90,11 @@ def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields
         config: the settings of the whole model.
     """
     prefix = f"model.layers.{layer}"
-    parts = {**_norms(config, prefix), **_attention(config, f"{prefix}.self_attn")}
+    if layer in config.delta_layers:
+        mixer = _delta_net(config, f"{prefix}.linear_attn")
+    else:
+        mixer = _attention(config, f"{prefix}.self_attn")
+    parts = {**_norms(config, prefix), **mixer}
     experts = config.experts_in(layer)
     if experts is None:
         mlp = f"{prefix}.mlp"
@@ -298,6 +303,9 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
     }
     if config.qkv_bias:
         parts["qkv_bias"] = _rows(prefix, "bias", sizes, fused)
+    if config.gates_output:
+        for field in parts.keys() & {"qkv", "qkv_bias"}:
+            parts[field] = _with_gates(parts[field], config)
     if config.output_bias:
         parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,), cut=Cut("once"))]
     if config.qk_norm:
@@ -307,6 +315,47 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
     if config.sinks:
         parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,), cut=Cut("heads"))]
     return parts
+
+
+def _with_gates(qkv: list[Part], config: ModelConfig) -> list[Part]:
+    """The rows of q, k and v, and those of the gates, which follow each head's query in q's."""
+    q, *kv = qkv
+    size, num_heads = config.head_dim, config.num_heads
+    of_heads = _blocks_of(replace(q, shape=(2 * q.shape[0], *q.shape[1:])), (size, size), num_heads)
+    return [*of_heads[0], *kv, *of_heads[1]]
+
+
+def _blocks_of(whole: Part, sizes: tuple[int, ...], count: int) -> list[list[Part]]:
+    """The rows of a tensor that has `count` times a block of each of these sizes, by block."""
+    found, first = [], 0
+    for size in sizes:
+        firsts = range(first, whole.shape[0], sum(sizes))
+        found.append([_boxed(whole, 0, (begin, begin + size)) for begin in firsts])
+        first += size
+    return found
+
+
+def _delta_net(config: ModelConfig, prefix: str) -> Fields:
+    """A gated delta net: `qkv` makes queries, keys, values, and gates of the output."""
+    heads, hidden = config.delta_heads, config.hidden_size
+    assert heads is not None
+    num_keys, per_key = heads.num_key_heads, heads.num_heads // heads.num_key_heads
+    values = heads.num_heads * heads.value_dim
+    key, value = heads.key_dim, per_key * heads.value_dim
+    qkvz = Part(f"{prefix}.in_proj_qkvz.weight", (2 * num_keys * (key + value), hidden))
+    gates = Part(f"{prefix}.in_proj_ba.weight", (2 * heads.num_heads, hidden))
+    channels = heads.num_channels
+    return {
+        "qkv": [*chain(*_blocks_of(qkvz, (key, key, value, value), num_keys))],
+        "delta_gates": [*chain(*_blocks_of(gates, (per_key, per_key), num_keys))],
+        "taps": [
+            Part(f"{prefix}.conv1d.weight", (channels, heads.taps), (channels, 1, heads.taps))
+        ],
+        "decay_rate": [Part(f"{prefix}.A_log", (heads.num_heads,), is_exact=True)],
+        "decay_bias": [Part(f"{prefix}.dt_bias", (heads.num_heads,), is_exact=True)],
+        "delta_norm": [Part(f"{prefix}.norm.weight", (heads.value_dim,))],
+        "output": [Part(f"{prefix}.out_proj.weight", (hidden, values))],
+    }
 
 
 def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) -> Fields:
@@ -443,6 +492,8 @@ def _boxed(part: Part, dimension: int, own: Range) -> Part:
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
     """Prefixes of the names of layers that predict further tokens, which are not used."""
     config = model.config
+    if FAMILIES[config.family].has_delta_nets:
+        return ("mtp.",)
     last = config.num_layers + config.num_nextn_layers
     return tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
 

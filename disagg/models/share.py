@@ -146,6 +146,8 @@ def _check_has_experts(config: ModelConfig, num_ranks: int) -> None:
 def _problem(config: ModelConfig, num_ranks: int, expert_parallel: bool) -> str:
     """Why so many ranks cannot divide a model; empty if they can."""
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
+    if config.states is not None and num_ranks > 1:
+        return "the recurrent states of its layers with linear attention cannot be divided yet"
     if heads % num_ranks:
         return f"{heads} (heads) / {num_ranks} = {heads / num_ranks:g}"
     if kv_heads % num_ranks and num_ranks % kv_heads:

@@ -45,7 +45,9 @@ class LayerWeights:
     expert after the other. Matrices are packed if `load_weights` keeps them so.
     """
 
-    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
+    # [(num_heads + 2 * num_kv_heads) * head_dim, hidden], and num_heads * head_dim rows for gates;
+    # latent: [q | q_a, kv_a]; delta net: [q, k, v, gates]
+    qkv: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim], or of all heads [num_heads * head_dim]
     k_norm: Tensor | None = None  # [head_dim], or of all heads [num_kv_heads * head_dim]
@@ -64,6 +66,11 @@ class LayerWeights:
     q_b: Matrix | None = None  # [num_heads * query_dim, query_rank]
     kv_a_norm: Tensor | None = None  # [rank]
     kv_b: Tensor | None = None  # [num_heads * (nope_dim + value_dim), rank]
+    delta_gates: Tensor | None = None  # [2 * num_heads of `DeltaHeads`, hidden]: beta, decay
+    taps: Tensor | None = None  # [channels, taps]
+    decay_rate: Tensor | None = None  # float32 [num_heads], its logarithm
+    decay_bias: Tensor | None = None  # float32 [num_heads]
+    delta_norm: Tensor | None = None  # [value_dim]
     router: Tensor | None = None  # [num_experts, hidden]
     router_bias: Tensor | None = None
     score_bias: Tensor | None = None  # float32 [num_experts]

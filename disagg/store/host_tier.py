@@ -174,7 +174,7 @@ class HostTier:
         names, may_take_s = wanted.names(num_rows), wanted.compute_s(num_rows - wanted.num_here)
         if self.predicted_s(sum(not is_here(name) for name in names)) >= may_take_s:
             return None
-        return HostSource(self, names, may_take_s, is_whole=wanted.groups.num_windows > 0)
+        return HostSource(self, names, may_take_s, is_whole=wanted.groups.num_partial > 0)
 
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
         """Start to copy blocks from here to cache blocks that nothing else reads or writes."""

@@ -51,7 +51,7 @@ class StoreSource:
             return None
         end = self.num_here + len(self.fetch.blocks)
         groups = self.wanted.groups
-        if groups.num_windows:
+        if groups.num_partial:
             if self.of_windows is None:
                 num_rows = end // groups.num_full
                 names = self.wanted.names(num_rows)

@@ -4,7 +4,8 @@ The KV of a token is 8 bytes: a digest of the token and of the KV of the token b
 from memory*. The next token is a digest of all KV that the sequence's blocks hold, again as read.
 So one wrong byte in one block of one sequence changes its tokens, and `expected_tokens` says, with
 no blocks at all, what they should have been. With groups of layers each has KV of its own, and of
-one with a window the next token sees as much.
+one with a window the next token sees as much. A recurrent state is the digest of the last token
+that was computed in a row, at the beginning of the row's block.
 
 The slab is real memory (`FakeKV.base_address`, `FakeKV.block_nbytes`), so that a transport can copy
 blocks of it between engines in the disaggregation tests.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from disagg.engine.sched.block_pool import require
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Choose, Results, Sampled, SampledToken, StepPlan
-from disagg.kv_groups import NO_BLOCK, KVGroups, Window
+from disagg.kv_groups import NO_BLOCK, STATE, KVGroups, Window
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211
@@ -55,7 +56,7 @@ def expected_tokens(
             for group, own in enumerate(kv):
                 own += slot_digest(bytes(own[-SLOT_NBYTES:]) or _NO_KV, token_id, group)
         seen = (
-            own[-window * SLOT_NBYTES :] if window else own
+            own if window is None else own[-(window or 1) * SLOT_NBYTES :]
             for own, window in zip(kv, windows, strict=True)
         )
         output.append(next_token(b"".join(seen), seed))
@@ -126,7 +127,12 @@ class FakeKV:
         """All KV that the token at position `num_tokens` - 1 sees, of a sequence with this block
         table."""
         return b"".join(
-            self._read(table, group, max(0, num_tokens - (window or num_tokens)), num_tokens)
+            self._read(
+                table,
+                group,
+                0 if window is None else max(0, num_tokens - (window or 1)),
+                num_tokens,
+            )
             for group, window in enumerate(self.windows)
         )
 
@@ -136,13 +142,17 @@ class FakeKV:
         held = rows[first // size : -(-end // size)]
         require(NO_BLOCK not in held, "a block that a token sees is gone")
         raw = b"".join(map(self.read_block, held))
+        if self.windows[group] == STATE:
+            return raw[:SLOT_NBYTES]
         skipped = first // size * size
         return raw[(first - skipped) * SLOT_NBYTES : (end - skipped) * SLOT_NBYTES]
 
     def _write(self, table: SequenceOf[int], group: int, position: int, digest: bytes) -> None:
         block_id = table[position // self.block_size * len(self.windows) + group]
         require(block_id != NO_BLOCK, "a token has no block for its KV")
-        start = block_id * self.block_nbytes + position % self.block_size * SLOT_NBYTES
+        start = block_id * self.block_nbytes
+        if self.windows[group] != STATE:
+            start += position % self.block_size * SLOT_NBYTES
         self.bytes[start : start + SLOT_NBYTES] = digest
 
     def compute(self, sequence: Sequence, first: int, end: int) -> None:
@@ -156,7 +166,9 @@ class FakeKV:
             before = self._read(block_ids, group, first - 1, first) if first else _NO_KV
             for position, token_id in enumerate(tokens, first):
                 before = slot_digest(before, token_id, group)
-                self._write(block_ids, group, position, before)
+                is_last = position == first + len(tokens) - 1
+                if is_last or self.windows[group] != STATE:
+                    self._write(block_ids, group, position, before)
 
     def copy_computed(
         self, tokens: SequenceOf[int], groups: KVGroups, block_ids: SequenceOf[int]

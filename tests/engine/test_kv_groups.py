@@ -1,19 +1,21 @@
-"""Engines whose layers with windows keep only their last tokens answer as transformers does."""
+"""Engines whose layers have windows or recurrent states answer as transformers does."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from disagg.blocks import hash_blocks, hash_root
-from disagg.config import EngineConfig
+from disagg.config import EngineConfig, SpeculativeConfig
 from disagg.engine.device import check
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
+from disagg.errors import StartupError
 from disagg.kv_groups import one_group
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import describe_model
@@ -32,14 +34,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "phi3-sliding": {},
 }
+STATES: dict[str, dict[str, Any]] = {"qwen3-next": {}, "qwen3-next-odd": {}}
 
 
-@pytest.fixture(scope="module", params=sorted(VARIANTS))
+@pytest.fixture(scope="module", params=[*sorted(VARIANTS), *STATES])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
     name: str = request.param
-    changes = VARIANTS[name]
+    changes = {**VARIANTS, **STATES}[name]
     if "layer_types" in changes:
         kinds = {"w": "sliding_attention", "f": "full_attention"}
         changes = {**changes, "layer_types": [kinds[each] for each in changes["layer_types"]]}
@@ -103,13 +106,15 @@ def assert_greedy(checkpoint: Checkpoint, *sequences: Sequence, within: float = 
 
 def test_chunks_and_prefix_hits(checkpoint: Checkpoint) -> None:
     engine, cache = new_engine(checkpoint)
-    assert engine.pool.groups.num_windows and cache.shape.num_layers < 5
+    assert engine.pool.groups.num_partial and cache.shape.num_layers < 5
     long, short = new_sequence("long", drawn(190)), new_sequence("short", drawn(30, 6))
     run(engine, long, short)
     turn = new_sequence("turn", [*long.tokens, *drawn(9, 7)])
     fork = new_sequence("fork", [*drawn(190)[:120], 3, 4, 5])
     run(engine, turn, fork)
-    assert (turn.num_cached_tokens, fork.num_cached_tokens) == (196, 120)
+    # States are saved at the ends of a prompt's last whole row and of its chunks of 48 tokens.
+    hits = (188, 96) if engine.pool.groups.num_states else (196, 120)
+    assert (turn.num_cached_tokens, fork.num_cached_tokens) == hits
     assert_greedy(checkpoint, long, short, turn, fork)
 
 
@@ -147,7 +152,31 @@ def test_hand_over(checkpoint: Checkpoint) -> None:
     assert_greedy(checkpoint, arriving)
 
 
+@pytest.mark.parametrize(
+    ("asked", "device", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "cpu", "recurrent states .* cannot be divided yet"),
+        (
+            {"speculative_config": SpeculativeConfig(method="ngram")},
+            "cpu",
+            "speculative_config is not",
+        ),
+        ({"enable_lora": True}, "cpu", "enable_lora is not supported for Qwen3NextForCausalLM"),
+        ({"block_size": 1}, "cpu", "block_size = 1 is too small .* Set block_size = 2"),
+        ({}, "cuda", "GPUs do not compute Qwen3NextForCausalLM yet"),
+    ],
+)
+def test_what_is_not_supported_with_recurrent_states_is_refused(
+    asked: dict[str, Any], device: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3-next")
+    monkeypatch.setattr(check, "choose_device", lambda config: device)
+    with pytest.raises(StartupError, match=said):
+        new_engine(checkpoint, **asked)
+
+
 @pytest.mark.parametrize("format", ["auto", "int8"])
+@pytest.mark.parametrize("checkpoint", sorted(VARIANTS), indirect=True)
 def test_bfloat16_is_as_with_one_group(
     checkpoint: Checkpoint, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from disagg.engine.sched.block_tables import held_blocks
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.kv_groups import KVGroups, Window
+from disagg.kv_groups import STATE, KVGroups, Window
 from disagg.messages import GenerateRequest, SamplingParams, Thinking
 from tests.engine.fake_runner import (
     FakeDevice,
@@ -153,6 +153,14 @@ WINDOWS: tuple[tuple[Window, ...], ...] = (
     (None, 9, 2),
     (5, 2),
     (None, 3, 3, 3),
+)
+# The same with recurrent states of one block and of two.
+STATES: tuple[tuple[Window, ...], ...] = (
+    (None, STATE),
+    (None, STATE, STATE),
+    (None, None, STATE),
+    (STATE,),
+    (None, 3, STATE),
 )
 ONE_GROUP: st.SearchStrategy[tuple[Window, ...]] = st.just((None,))
 

@@ -14,6 +14,7 @@ from disagg.devices import LARGE_SHARED_NBYTES
 from disagg.kernels.gpu import (
     adapters,
     attention_work,
+    delta_net,
     gated_mul,
     kv_write,
     latent_attention,
@@ -60,6 +61,7 @@ POINTERS = {
         "*i32",
     ),
     **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr", "sums_ptr"), "*fp32"),
+    **dict.fromkeys(("states_ptr", "decay_ptr", "beta_ptr"), "*fp32"),
 }
 STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
 PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
@@ -291,6 +293,20 @@ _HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64}
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
 _SHRINK = {"COLUMNS": adapters.COLUMNS}
 _EXPAND = {"WIDTH": adapters.WIDTH}
+_QWEN3_NEXT = {
+    "table_rows_ptr": None,
+    "FIRST_GROUP": 1,
+    "BLOCK_SIZE": 64,
+    "HELD": 22,
+    "STATE_NUMEL": 17536,
+    "NUM_KEY_HEADS": 16,
+    "NUM_HEADS": 32,
+    "KEY_DIM": 128,
+    "VALUE_DIM": 128,
+    "BLOCK_K": 128,
+    "BLOCK_V": 128,
+    "TAPS": 4,
+}
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (adapters._shrink_kernel, {**_SHRINK, **sizes}, "bf16")
@@ -306,6 +322,7 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
             {"OUTPUTS": 2, "RANK": 256, "ROWS": adapters.MANY_ROWS, "PART": 64},
         )
     ),
+    (delta_net._delta_net_kernel, _QWEN3_NEXT, "bf16"),
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, "bf16"),
     *(
         (gated_mul._gated_mul_kernel, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, "bf16")

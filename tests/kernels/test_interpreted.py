@@ -13,6 +13,7 @@ from tests.kernels.interpreter import run_interpreted
 FILES = [
     "tests/kernels/interpreted_adapters.py",
     "tests/kernels/interpreted_cases.py",
+    "tests/kernels/interpreted_delta_net.py",
     "tests/kernels/interpreted_experts.py",
     "tests/kernels/interpreted_latent.py",
     "tests/kernels/interpreted_packed.py",

@@ -41,6 +41,24 @@ _LINEAR = {**_ROPE, "rope_type": "linear", "factor": 2.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 
 _EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_QWEN3_NEXT = {
+    **_EXPERTS,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 4,
+    # What random layers read of a state is small, and its norm would multiply roundings by 1000.
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+    },
+}
 _LATENT = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 20,
@@ -160,6 +178,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-dense-first": (
         "Qwen3Moe",
         {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "qwen3-next": ("Qwen3Next", _QWEN3_NEXT),
+    "qwen3-next-odd": (
+        "Qwen3Next",
+        {
+            **_QWEN3_NEXT,
+            "num_hidden_layers": 5,
+            "layer_types": [*["linear_attention"] * 2, *["full_attention", "linear_attention"] * 2][
+                :5
+            ],
+            "head_dim": 24,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
     ),
     "deepseek-v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek-v2-groups": (

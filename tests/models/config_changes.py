@@ -87,6 +87,13 @@ CHANGES: list[dict[str, Any]] = [
     {"layer_types": ["sliding_attention"] * 4},
     {"layer_types": ["full_attention"] * 4},
     {"layer_types": "full_attention"},
+    *({"layer_types": value} for value in (["linear_attention", "full_attention"] * 2,
+                                           ["linear_attention"] * 4)),
+    *({"full_attention_interval": value} for value in (1, 2, 3, 9, 0, "2")),
+    *({key: value} for key in ("linear_num_key_heads", "linear_num_value_heads",
+                               "linear_key_head_dim", "linear_value_head_dim",
+                               "linear_conv_kernel_dim")
+      for value in (ABSENT, None, 1, 2, 3, 8, 0, "4")),
     *({"num_experts_per_tok": value} for value in (ABSENT, 1, 7, "2")),
     *({"norm_topk_prob": value} for value in FLAGS),
     *({"qkv_bias": value} for value in FLAGS),

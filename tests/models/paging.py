@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
+from disagg.kv_groups import state_places
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import LatentConfig, ModelConfig
@@ -69,19 +71,34 @@ class Tokens:
 def new_slab(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, fill: float = 0.0
 ) -> KVPages:
-    heads = (config.num_layers, config.num_kv_heads, block_size, config.head_dim)
-    cpu = torch.device("cpu")
-    pages = new_pages(format_of(dtype), num_blocks, *heads, cpu, config.num_vectors)
+    """Blocks for KV, and behind them those for the states of as many sequences, if a model has
+    states."""
+    heads = (config.num_kv_layers, config.num_kv_heads, block_size, config.head_dim)
+    cpu, format, places = torch.device("cpu"), format_of(dtype), None
+    if config.states is not None:
+        places = state_places(config.num_layers, config.delta_layers)
+        block_nbytes = math.prod(heads) * config.num_vectors * format.itemsize
+        num_blocks *= 1 + config.states.num_blocks(block_nbytes)
+    pages = new_pages(
+        format, num_blocks, *heads, cpu, config.num_vectors, places=places, states=config.states
+    )
     pages.values.fill_(fill)
     return pages
 
 
 def make_batch(
-    work: Sequence[tuple[Tokens, int]], block_size: int, *, every_row: bool = False
+    work: Sequence[tuple[Tokens, int]],
+    block_size: int,
+    *,
+    every_row: bool = False,
+    slab: KVPages | None = None,
 ) -> Batch:
     """Batch the next `n` tokens of each (sequence, n); single tokens come first.
 
     Logits are wanted for the last token of each, or for every token.
+
+    Args:
+        slab: for a model with recurrent states: the state of a sequence stays where it is.
     """
     counts = [count for _, count in work]
     assert counts == sorted(counts, key=lambda count: count != 1), "decodes come first"
@@ -95,6 +112,13 @@ def make_batch(
     tables = torch.zeros(len(work), max(len(s.block_ids) for s, _ in work), dtype=torch.int32)
     for row, (sequence, _) in enumerate(work):
         tables[row, : len(sequence.block_ids)] = torch.tensor(sequence.block_ids)
+    if slab is not None and slab.states is not None:
+        num_states = slab.states.num_blocks
+        num_sequences = len(slab.values) // (1 + num_states)
+        firsts = [num_sequences + s.block_ids[0] * num_states for s, _ in work]
+        own = torch.tensor(firsts)[:, None] + torch.arange(num_states)
+        of_states = own[:, :, None].expand(-1, -1, tables.shape[1])
+        tables = torch.cat((tables[:, None], of_states), 1).flatten(1).int()
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return Batch(
         token_ids=torch.tensor([s.ids[p] for s, p in zip(owners, positions, strict=True)]),
@@ -115,7 +139,7 @@ def run_step(
     decoder: Decoder, slab: KVPages, work: Sequence[tuple[Tokens, int]], block_size: int
 ) -> None:
     """Compute the next tokens of some sequences and keep the logits that come out."""
-    logits = decoder.forward(make_batch(work, block_size), slab)
+    logits = decoder.forward(make_batch(work, block_size, slab=slab), slab)
     for row, (sequence, count) in zip(logits, work, strict=True):
         sequence.num_computed += count
         sequence.logits.append(row)

@@ -139,7 +139,13 @@ POPULAR: dict[str, Popular] = {
     "Qwen/Qwen3-235B-A22B-Instruct-2507": Popular(
         qwen3_moe(94, 4096, 12288, 64, 4, 151936, 262144, inner=1536), 235.09),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Popular(
-        other("Qwen3NextForCausalLM", "qwen3_next"), why_not="recurrent state instead of KV"),
+        dense("Qwen3NextForCausalLM", "qwen3_next", (48, 2048, 5120, 16, 2, 151936, 262144),
+               head_dim=256, partial_rotary_factor=0.25, rope_theta=10000000,
+               full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+               linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128,
+               num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
+               shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
+               mlp_only_layers=[], use_sliding_window=False), 79.67),
     "openai/gpt-oss-20b": Popular(gpt_oss(24, 32), 20.91),
     "openai/gpt-oss-120b": Popular(gpt_oss(36, 128), 116.83),
     "google/gemma-7b-it": Popular(

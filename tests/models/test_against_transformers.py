@@ -33,6 +33,13 @@ from tests.models.config_changes import ABSENT, CHANGES, PLAIN
 CLASSES: dict[str, Any] = {name: getattr(transformers, name) for name in FAMILIES}
 _PADDED = {"pad_token_id": 0}  # the class's own is beyond the small vocabulary
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
+_DELTA_HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
@@ -60,6 +67,12 @@ OWN: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 6, "head_dim": 16},
     "Qwen2MoeForCausalLM": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 40},
     "Qwen3MoeForCausalLM": {**_QWEN_EXPERTS, "num_experts_per_tok": 3},
+    "Qwen3NextForCausalLM": {
+        **_QWEN_EXPERTS,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 40,
+        **_DELTA_HEADS,
+    },
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "Glm4MoeForCausalLM": {
@@ -84,6 +97,7 @@ _GROUPED_PRODUCTS = [
     "MixtralForCausalLM",
     "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen3NextForCausalLM",
     *_LATENT_FAMILIES,
 ]
 # What transformers refuses, and what only one thing can be meant by.
@@ -94,7 +108,12 @@ LENIENT: list[tuple[str, dict[str, Any]]] = [
     *(("Phi3ForCausalLM", {key: None}) for key in ("head_dim", "partial_rotary_factor")),
     *(
         (family, {key: None})
-        for family in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
+        for family in (
+            "Qwen2MoeForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Glm4MoeForCausalLM",
+        )
         for key in ("num_key_value_heads", "head_dim")
     ),
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
@@ -147,7 +166,8 @@ class _Read:
     rms_norm_eps: float
     biases: tuple[bool, bool, bool, bool]  # q, output, gate, q norm
     tied: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of layers with attention, as `positions`
+    delta_nets: tuple[tuple[int, ...] | None, ...]  # sizes of its heads; None: it has attention
     positions: tuple[bool, ...]
     scales: tuple[float, ...]
     eos: tuple[int, ...]
@@ -191,7 +211,8 @@ def _theirs_of(family: str, config: Any, changes: dict[str, Any]) -> _Read:
     model.tie_weights()
     with torch.no_grad():
         _compute(model, changes)
-    config, attention = model.config, [layer.self_attn for layer in model.model.layers]
+    config, layers = model.config, model.model.layers
+    attention = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
     own, is_latent = attention[0], hasattr(config, "kv_lora_rank")
     is_mistral = family[:-11] in ("Mistral", "Ministral3", "Mixtral", "Phi3")
     qkv = getattr(own, "q_proj", None) or own.qkv_proj
@@ -217,6 +238,7 @@ def _theirs_of(family: str, config: Any, changes: dict[str, Any]) -> _Read:
             or slides_everywhere
             for each in attention
         ),
+        delta_nets=tuple(map(_their_delta_net, layers)),
         positions=tuple(map(_their_positions, attention)),
         scales=tuple(getattr(config, key, 1.0) for key in SCALES),
         # Families' own end tokens are beyond the small vocabularies here, and never chosen.
@@ -229,6 +251,22 @@ def _theirs_of(family: str, config: Any, changes: dict[str, Any]) -> _Read:
         ),
         experts=tuple(map(_their_experts, mlps)),
     )
+
+
+def _their_delta_net(layer: Any) -> tuple[int, ...] | None:
+    if not hasattr(layer, "linear_attn"):
+        return None
+    own = layer.linear_attn
+    sizes = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim
+    return *sizes, own.conv_kernel_size
+
+
+def _our_delta_net(config: ModelConfig, layer: int) -> tuple[int, ...] | None:
+    heads = config.delta_heads
+    if heads is None or layer not in config.delta_layers:
+        return None
+    sizes = heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim
+    return *sizes, heads.taps
 
 
 def _their_positions(attention: Any) -> bool:
@@ -275,6 +313,7 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
     config_file.write_text(json.dumps(_raw(family, changes)))
     model = describe_model(directory)
     config = model.config
+    attending = [layer for layer in range(config.num_layers) if layer not in config.delta_layers]
     has_no_full = config.window_rope is not None and None not in config.sliding_windows
     return _Read(
         head_dim=config.head_dim,
@@ -285,8 +324,9 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
         rms_norm_eps=config.rms_norm_eps,
         biases=(config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm),
         tied=config.tie_word_embeddings,
-        windows=config.sliding_windows,
-        positions=tuple(layer not in config.no_rope_layers for layer in range(config.num_layers)),
+        windows=tuple(config.sliding_windows[layer] for layer in attending),
+        delta_nets=tuple(_our_delta_net(config, layer) for layer in range(config.num_layers)),
+        positions=tuple(layer not in config.no_rope_layers for layer in attending),
         scales=(config.embedding_scale, config.residual_scale, config.logit_divisor),
         eos=model.eos_token_ids,
         frequencies=_our_frequencies(config),

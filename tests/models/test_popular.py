@@ -112,6 +112,8 @@ def families_table() -> str:
             ("neighbours rotated", family.rotates_pairs),
             ("sinks", family.sinks),
             ("latents", family.is_latent),
+            ("gated", family.gates_output),
+            ("gated delta nets where config.json says", family.has_delta_nets),
         ]
         attention = ", ".join([attention, *(word for word, has in more if has)])
         mlp, experts = "dense", family.experts
@@ -138,6 +140,8 @@ def checkpoints_table() -> str:
             if isinstance(found, ModelDescription):
                 number = f"{popular.billions:.{3 if popular.billions < 1000 else 4}g}"
                 size, answer = f"{number} billion", "text only" if found.reads_images else "yes"
+                if found.config.states is not None:
+                    answer = "on CPUs"
                 ranks = ", ".join(map(str, possible_ranks(found.config)))
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)

@@ -45,6 +45,7 @@ OF_FAMILIES = [
     ("qwen3-moe-dense-first", "fp8 tensor"),
     ("qwen2-moe", "gptq 8 bits"),
     ("mixtral", "gptq uneven groups"),
+    ("qwen3-next", "fp8 blocks"),
     ("deepseek-v2-groups", "float rows"),
     ("deepseek-v3", "fp8 blocks"),
     ("glm4-moe", "float rows"),

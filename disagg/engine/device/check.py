@@ -68,6 +68,7 @@ def check_engine(
     """
     model = description.config
     check_ranks_of(config, model)
+    check_states(config, model)
     choose_max_model_len(config, model)
     check_weights(description)
     if not is_here and config.device != "cpu":
@@ -206,6 +207,7 @@ def choose(
         description = description.within(max_model_len)
         model = description.config
     device = choose_device(config)
+    check_states(config, model, device)
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device, share, in_groups=in_groups)
@@ -253,6 +255,29 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def check_states(config: EngineConfig, model: ModelConfig, device: DeviceType = "cpu") -> None:
+    """Raise `StartupError` for a setting that is not supported with recurrent states."""
+    if model.states is None:
+        return
+    is_asked = {
+        "speculative_config": config.speculative_config is not None,
+        "enable_lora": config.enable_lora,
+    }
+    for param, is_set in is_asked.items():
+        if is_set:
+            raise StartupError(
+                f"{param} is not supported for {model.family}, whose layers with linear attention"
+                " have a recurrent state; leave it out.",
+                param=param,
+            )
+    if device == "cuda":
+        raise StartupError(
+            f"GPUs do not compute {model.family} yet, whose layers with linear attention have a"
+            " recurrent state; set device = 'cpu'.",
+            param="device",
+        )
+
+
 def _cut_columns(model: ModelConfig, share: Share) -> int:
     """The number of a rank's columns in a matrix whose int4 groups it would cut; 0: none is cut."""
     for layer in range(model.num_layers):
@@ -292,6 +317,8 @@ def _layer_groups(model: ModelConfig, device: DeviceType) -> LayerGroups | None:
 
     The compiled step of CPUs reads one block table a sequence, and its speed is worth more there.
     """
+    if model.states is not None:
+        return None  # `KVShape` knows how many blocks a state needs
     is_mixed = len(set(model.sliding_windows)) > 1
     if device == "cpu" and is_mixed and not not_compiled(model):
         return None

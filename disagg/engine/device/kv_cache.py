@@ -49,6 +49,7 @@ class KVCache:
             shape.head_dim,
             shape.num_vectors,
             None if shape.layers is None else shape.layers.places,
+            shape.states,
         )
         self.slab = self.pages.blocks
 

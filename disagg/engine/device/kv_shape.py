@@ -12,7 +12,8 @@ from disagg.config import EngineConfig
 from disagg.engine.device.choices import DeviceType
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
-from disagg.kv_groups import KVGroups, LayerGroups
+from disagg.kernels.recurrent_state import StateShape
+from disagg.kv_groups import MAX_GROUPS, STATE, KVGroups, LayerGroups, group_with_states
 from disagg.kvtransfer.slab import BlockPart
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE, Share
@@ -30,6 +31,7 @@ class KVShape:
     num_kv_heads: number of the model's KV heads.
     layers: the groups of the model's layers; None: one group with full attention.
     num_vectors: vectors per token, layer and KV head: 2 (a key and a value), or 1 (a latent).
+    states: the recurrent state of a sequence, in blocks as large; None: it has none.
     share: the part of the heads that the rank has.
     """
 
@@ -42,6 +44,7 @@ class KVShape:
     share: Share = WHOLE
     num_vectors: int = 2
     layers: LayerGroups | None = None
+    states: StateShape | None = None
 
     @classmethod
     def from_model(
@@ -53,8 +56,8 @@ class KVShape:
         share: Share = WHOLE,
         layers: LayerGroups | None = None,
     ) -> KVShape:
-        return cls(
-            num_layers=model.num_layers if layers is None else layers.num_layers,
+        shape = cls(
+            num_layers=model.num_kv_layers if layers is None else layers.num_layers,
             num_kv_heads=model.num_kv_heads,
             share=share,
             block_size=block_size,
@@ -63,7 +66,31 @@ class KVShape:
             fingerprint=fingerprint,
             num_vectors=model.num_vectors,
             layers=layers,
+            states=model.states,
         )
+        return shape if model.states is None else shape._with_states(model, model.states)
+
+    def _with_states(self, model: ModelConfig, states: StateShape) -> KVShape:
+        """The shape with groups of layers, as many for states as a state has blocks.
+
+        Raises:
+            StartupError: there are too many, because blocks are small.
+        """
+        held = states.heads_in(self.block_nbytes)
+        num_blocks = states.num_blocks(self.block_nbytes) if held else MAX_GROUPS
+        if num_blocks >= MAX_GROUPS:
+            nbytes = max(states.heads.state_nbytes, -(-states.nbytes // (MAX_GROUPS // 2)))
+            least = -(-nbytes * self.block_size // self.block_nbytes)
+            raise StartupError(
+                f"block_size = {self.block_size} is too small for this model: the recurrent state"
+                f" of a sequence ({states.nbytes} bytes) lies in blocks of KV, which have"
+                f" {self.block_nbytes} bytes, and may have {MAX_GROUPS - 1} of them, each for whole"
+                f" heads of {states.heads.state_nbytes} bytes. Set block_size ="
+                f" {1 << (least - 1).bit_length()}.",
+                param="block_size",
+            )
+        layers = group_with_states(model.num_layers, model.delta_layers, num_blocks)
+        return replace(self, layers=layers)
 
     @property
     def groups(self) -> KVGroups:
@@ -110,8 +137,9 @@ class KVShape:
         format = self.format.name
         if self.format.has_scales:
             format += f"+scale{8 * SCALE_NBYTES}"  # scales follow the values of each page
-        if self.groups.num_windows:
-            shape += "".join(f"+{window or 'all'}" for window in self.groups.windows)
+        if self.groups.num_partial:
+            names = {None: "all", STATE: "state"}
+            shape += "".join(f"+{names.get(window, window)}" for window in self.groups.windows)
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 

@@ -155,7 +155,10 @@ def plan_memory(
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         room_nbytes = claim_nbytes - model_nbytes - drafts_nbytes
-        kv_nbytes = block_nbytes * shape.groups.num_groups / shape.block_size
+        # Of a token; a recurrent state counts as that of a sequence of `TOKENS_PER_SEQ`.
+        num_kv_groups = shape.groups.num_groups - shape.groups.num_states
+        kv_nbytes = block_nbytes * num_kv_groups / shape.block_size
+        kv_nbytes += block_nbytes * 2 * shape.groups.num_states / TOKENS_PER_SEQ
         num_seqs, num_tokens = _step_of_gpu(
             config, model, kv_nbytes, stored, room_nbytes, largest_step
         )

@@ -7,6 +7,10 @@ A sequence gets the blocks of full attention at once, so that two half-computed 
 for each other's. Blocks of windows come with the chunks that fill them, and go when no later token
 sees them (`kv_groups`). Their names stay until the blocks are needed: a prompt that shares only the
 beginning of another finds the windows at its end.
+
+Blocks of a recurrent state come to the row in which a step ends, and go when a later row has the
+state. They are named only where a chunk of a prompt ends with its row: a state is as large as the
+KV of hundreds or thousands of tokens, and one for each row would fill the cache.
 """
 
 from __future__ import annotations
@@ -31,8 +35,11 @@ def give_blocks(pool: BlockPool, sequence: Sequence, leaves_room: Callable[[int]
     groups, num_tokens = pool.groups, len(sequence.tokens)
     if sequence.block_ids:
         num_missing = groups.num_rows(num_tokens) - sequence.num_slots // pool.block_size
-        fits = num_missing <= 0 or leaves_room(num_missing * groups.num_groups)
-        return fits and extend(pool, sequence, max(0, num_missing))
+        num_kv_groups = groups.num_groups - groups.num_states
+        num_wanted = num_missing * num_kv_groups + groups.num_states
+        fits = num_missing <= 0 or leaves_room(num_wanted)
+        fits = fits and extend(pool, sequence, max(0, num_missing))
+        return fits and begin_row(pool, sequence)
     found = find_prefix(pool, sequence)
     num_found, num_rows = len(found) // groups.num_groups, groups.num_rows(num_tokens)
     num_new, held = (num_rows - num_found) * groups.num_full, held_blocks(found)
@@ -71,7 +78,7 @@ def num_slots(pool: BlockPool, sequence: Sequence) -> int:
 def watch_blocks(pool: BlockPool, sequence: Sequence) -> None:
     """Cache the sequence's blocks as they fill up, from the row after `num_published` on."""
     num_tokens = (sequence.num_published + 1) * pool.block_size
-    is_watched = pool.enable_prefix_caching or pool.groups.num_windows > 0
+    is_watched = pool.enable_prefix_caching or pool.groups.num_partial > 0
     sequence.publish_at = num_tokens if is_watched else _NEVER
 
 
@@ -89,7 +96,7 @@ def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
 def cached_table(pool: BlockPool, hashes: SequenceOf[BlockHash]) -> list[int]:
     """A block table of the longest prefix that is cached under `hashes`, which are of full rows."""
     groups = pool.groups
-    if not groups.num_windows:
+    if not groups.num_partial:
         return pool.match(hashes)
     num_tokens = groups.num_found(hashes, pool.__contains__) * pool.block_size
     return groups.table(pool.match(groups.names(hashes, num_tokens)), num_tokens)
@@ -98,8 +105,8 @@ def cached_table(pool: BlockPool, hashes: SequenceOf[BlockHash]) -> list[int]:
 def adopt(pool: BlockPool, sequence: Sequence, found: list[int], new: list[int]) -> None:
     """Make a block table of `found`, rows with KV, and of `new` blocks of full attention."""
     groups, rows_with_kv = pool.groups, len(found) // pool.groups.num_groups
-    if groups.num_windows:
-        no_blocks = [NO_BLOCK] * groups.num_windows
+    if groups.num_partial:
+        no_blocks = [NO_BLOCK] * groups.num_partial
         num_rows = groups.num_rows(len(sequence.tokens)) - rows_with_kv
         full = groups.num_full
         of_rows = (new[row * full : (row + 1) * full] + no_blocks for row in range(num_rows))
@@ -113,47 +120,131 @@ def adopt(pool: BlockPool, sequence: Sequence, found: list[int], new: list[int])
 
 
 def extend(pool: BlockPool, sequence: Sequence, num_rows: int) -> bool:
-    """Allocate the missing blocks of `num_rows` more rows, behind those that are complete.
+    """Allocate the missing blocks of KV of `num_rows` more rows, behind those that are complete.
 
     If there are too few, change nothing and return False.
     """
-    rows, held = _next_rows(pool, sequence, num_rows)
-    new = pool.allocate(len(rows) - len(held) + held.count(NO_BLOCK))
+    missing = _missing(pool, sequence, num_rows)
+    new = pool.allocate(len(missing))
     if new is None:
         return False
-    if held:
-        rest = iter(new)
-        new = [next(rest) if each == NO_BLOCK else each for each in held] + [*rest]
-    sequence.block_ids[rows.start : rows.stop] = new
-    sequence.num_slots += num_rows * pool.block_size
+    _put(pool, sequence, num_rows, missing, new)
     return True
 
 
-def _next_rows(pool: BlockPool, sequence: Sequence, num_rows: int) -> tuple[range, list[int]]:
-    """The places of the next rows in the block table, and what is there: blocks of full attention,
-    or nothing yet."""
-    num_groups = pool.groups.num_groups
+def _missing(pool: BlockPool, sequence: Sequence, num_rows: int) -> SequenceOf[int]:
+    """The places in the block table of the next rows that have no block of KV yet."""
+    groups, table = pool.groups, sequence.block_ids
+    num_groups = groups.num_groups
     first = sequence.num_slots // pool.block_size * num_groups
-    rows = range(first, first + num_rows * num_groups)
-    return rows, sequence.block_ids[rows.start : rows.stop]
+    end = first + num_rows * num_groups
+    if not groups.num_partial:
+        return range(first, end)
+    num_kv = num_groups - groups.num_states
+    rows = (range(row, row + num_kv) for row in range(first, end, num_groups))
+    return [i for row in rows for i in row if i >= len(table) or table[i] == NO_BLOCK]
+
+
+def _put(
+    pool: BlockPool,
+    sequence: Sequence,
+    num_rows: int,
+    places: SequenceOf[int],
+    block_ids: SequenceOf[int],
+) -> None:
+    """Complete the next rows with blocks at these places."""
+    table = sequence.block_ids
+    num_complete = sequence.num_slots // pool.block_size + num_rows
+    table += [NO_BLOCK] * (num_complete * pool.groups.num_groups - len(table))
+    for place, block_id in zip(places, block_ids, strict=True):
+        table[place] = block_id
+    sequence.num_slots = num_complete * pool.block_size
+
+
+def lacks_row(pool: BlockPool, sequence: Sequence) -> bool:
+    """Whether the next token has no slot for its KV, or nowhere to write the state after it."""
+    position, groups = sequence.num_computed, pool.groups
+    if position >= sequence.num_slots:
+        return True
+    return groups.num_states > 0 and not _has_state(pool, sequence, position // pool.block_size)
+
+
+def begin_row(pool: BlockPool, sequence: Sequence) -> bool:
+    """Allocate what the next token lacks. If there are too few blocks, change nothing and return
+    False."""
+    return grow(pool, (sequence,)) if lacks_row(pool, sequence) else True
+
+
+def _lacking(pool: BlockPool, sequence: Sequence) -> tuple[int, list[int]]:
+    """What the next token lacks: the number of rows, and the places of blocks."""
+    row, num_rows = sequence.num_computed // pool.block_size, 1
+    if not pool.groups.num_states:
+        return num_rows, [*_missing(pool, sequence, num_rows)]
+    num_rows = int(sequence.num_computed >= sequence.num_slots)
+    places = [*_missing(pool, sequence, num_rows)]
+    if not _has_state(pool, sequence, row):
+        places += pool.groups.of_state(row)
+    return num_rows, places
+
+
+def _has_state(pool: BlockPool, sequence: Sequence, row: int) -> bool:
+    """Whether a row has the blocks of a state."""
+    last, table = (row + 1) * pool.groups.num_groups - 1, sequence.block_ids
+    return last < len(table) and table[last] != NO_BLOCK
+
+
+def place_state(pool: BlockPool, sequence: Sequence, end: int) -> bool:
+    """Give the row of the last token before position `end` the blocks of a state; False: there are
+    too few.
+
+    Those are used first that the sequence has in a later row than that of its last computed token,
+    where no state has been written yet.
+    """
+    groups, size, table = pool.groups, pool.block_size, sequence.block_ids
+    row = (end - 1) // size
+    if not groups.num_states or _has_state(pool, sequence, row):
+        return True
+    last_used, first = (sequence.num_computed - 1) // size, row
+    for other in (sequence.num_computed // size, sequence.num_slots // size - 1):
+        if other > last_used and _has_state(pool, sequence, other):
+            places, first = groups.of_state(other), min(row, other)
+            new: list[int] | None = table[places.start : places.stop]
+            table[places.start : places.stop] = [NO_BLOCK] * groups.num_states
+            break
+    else:
+        new = pool.allocate(groups.num_states)
+    if new is None:
+        return False
+    places = groups.of_state(row)
+    table[places.start : places.stop] = new
+    sequence.num_listed = min(sequence.num_listed, first * size)
+    return True
 
 
 def make_room(pool: BlockPool, sequence: Sequence, num_tokens: int, num_spare: int) -> None:
     """Allocate blocks of windows for the first `num_tokens` tokens, as far as there are
     `num_spare`."""
     num_rows = pool.groups.num_rows(num_tokens) - sequence.num_slots // pool.block_size
-    num_rows = min(num_rows, num_spare // max(1, pool.groups.num_windows))
+    if num_windows := len(pool.groups.of_windows):
+        num_rows = min(num_rows, num_spare // num_windows)
     if num_rows > 0:
         extend(pool, sequence, num_rows)
 
 
 def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
-    """Allocate one row for each sequence. If there are too few blocks, change nothing and return
-    False."""
-    if pool.groups.num_windows:
-        rows = [_next_rows(pool, sequence, 1) for sequence in sequences]
-        num_new = sum(len(row) - len(held) + held.count(NO_BLOCK) for row, held in rows)
-        return num_new <= pool.num_free and all(extend(pool, each, 1) for each in sequences)
+    """Allocate what the next token of each sequence lacks: one row. If there are too few blocks,
+    change nothing and return False."""
+    if pool.groups.num_partial:
+        lacking = [_lacking(pool, sequence) for sequence in sequences]
+        if sum(len(places) for _, places in lacking) > pool.num_free:
+            return False
+        for sequence, (num_rows, places) in zip(sequences, lacking, strict=True):
+            new = pool.allocate(len(places))
+            assert new is not None
+            _put(pool, sequence, num_rows, places, new)
+            if pool.groups.num_states:
+                sequence.num_listed = min(sequence.num_listed, sequence.num_computed)
+        return True
     new = pool.allocate(len(sequences), apart=True)
     if new is None:
         return False
@@ -201,24 +292,39 @@ def publish(pool: BlockPool, sequence: Sequence) -> None:
     """
     block_size, hashes = pool.block_size, sequence.block_hashes
     num_full = sequence.num_computed // block_size
+    groups = pool.groups
     if pool.enable_prefix_caching:
-        num_groups, table = pool.groups.num_groups, sequence.block_ids
+        num_groups, table = groups.num_groups, sequence.block_ids
         for row in range(sequence.num_published, num_full):
             if row == len(hashes):
                 parent = hashes[-1] if hashes else sequence.hash_root
                 filled = sequence.tokens[row * block_size : (row + 1) * block_size]
                 hashes.append(hash_block(parent, filled))
-            for group, block_id in enumerate(table[row * num_groups : (row + 1) * num_groups]):
+            end = (row + 1) * num_groups - groups.num_states
+            for group, block_id in enumerate(table[row * num_groups : end]):
                 if block_id != NO_BLOCK:
                     pool.publish(block_id, block_name(hashes[row], group))
-    if pool.groups.num_windows:
+        if _is_state_saved(pool, sequence):
+            for index in groups.of_state(num_full - 1):
+                name = block_name(hashes[num_full - 1], index % num_groups)
+                pool.publish(table[index], name)
+    if groups.num_partial:
         _leave_behind(pool, sequence)
     sequence.num_published = num_full
     sequence.publish_at = (num_full + 1) * block_size
+    if groups.num_states and sequence.num_computed == num_full * block_size:
+        sequence.publish_at = sequence.num_computed + 1  # the state before is not needed then
+
+
+def _is_state_saved(pool: BlockPool, sequence: Sequence) -> bool:
+    """Whether the state is that at the end of a row of the prompt, and so may be found."""
+    num_computed = sequence.num_computed
+    is_whole = num_computed > 0 and num_computed % pool.block_size == 0
+    return pool.groups.num_states > 0 and is_whole and num_computed <= sequence.num_prompt_tokens
 
 
 def _leave_behind(pool: BlockPool, sequence: Sequence) -> None:
-    """Release the blocks of windows that no token from `num_computed` on sees.
+    """Release the blocks of windows and states that no token from `num_computed` on sees.
 
     At once, also while a step is under way: it neither writes to them nor reads them.
     """
@@ -230,4 +336,12 @@ def _leave_behind(pool: BlockPool, sequence: Sequence) -> None:
             left.append(table[index])
             table[index] = NO_BLOCK
             index -= groups.num_groups
+    if groups.num_states:
+        # Before the rows that were published there has been none since the last call.
+        rows = range(
+            max(0, sequence.num_published - 1), (sequence.num_computed - 1) // pool.block_size
+        )
+        for places in (groups.of_state(row) for row in rows if _has_state(pool, sequence, row)):
+            left += table[places.start : places.stop]
+            table[places.start : places.stop] = [NO_BLOCK] * groups.num_states
     pool.release(left)

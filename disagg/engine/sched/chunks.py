@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import make_room
+from disagg.engine.sched.block_tables import make_room, place_state
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD, claim
 from disagg.engine.sched.step import StepPlan
@@ -40,10 +40,15 @@ class Chunks:
         """Add a sequence's next tokens from `start` on, and its draft if these are the last."""
         num_left = len(sequence.tokens) - start
         num_tokens = min(self.budget, num_left)
+        if self._pool.groups.num_states:
+            num_tokens = self._end(sequence, start, start + num_tokens) - start
         if start + num_tokens > sequence.num_slots:
             own = self._pool.groups.num_groups  # that are kept free for this one
             make_room(self._pool, sequence, start + num_tokens, self._num_spare_blocks + own)
             num_tokens = min(num_tokens, sequence.num_slots - start)
+        if num_tokens and not place_state(self._pool, sequence, start + num_tokens):
+            size = self._pool.block_size  # there is one in the row of the first token
+            num_tokens = min(num_tokens, size - start % size)
         if num_tokens == num_left and sequence.draft:
             limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
             num_ahead = claim(self._pool, sequence, limit, self._num_spare_blocks)
@@ -52,6 +57,18 @@ class Chunks:
         if num_tokens:
             self._sizes.append((sequence, start, num_tokens))
             self.budget -= num_tokens
+
+    def _end(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk ends of a sequence with a recurrent state.
+
+        The state is saved at the end of the prompt's last whole row that another prompt like it may
+        use, and at the ends of other chunks. So these lie at ends of rows.
+        """
+        size, num_prompt = self._pool.block_size, sequence.num_prompt_tokens
+        if not self._pool.enable_prefix_caching or start >= num_prompt:
+            return end
+        saved = min(end, num_prompt - 1) // size * size
+        return saved if start < saved else end
 
     @property
     def _num_spare_blocks(self) -> int:

@@ -47,7 +47,7 @@ class EngineAdmission:
         prompts take the blocks of windows that they will need."""
         running, groups = self._queues.running, self._pool.groups
         num_spare = self._pool.num_free - len(running) * groups.num_groups
-        if groups.num_windows and self._queues.num_left > len(running):
+        if groups.num_partial and self._queues.num_left > len(running):
             num_spare -= sum(map(self._num_coming, running))
         return num_spare
 

@@ -145,21 +145,25 @@ class Queues:
 
 
 def _misplaced(sequence: Sequence, num_rows: int, groups: KVGroups) -> str:
-    """What is wrong with the blocks of windows; empty if they are where tokens see them."""
+    """What is wrong with the blocks of windows and states; empty if they are where tokens see
+    them."""
     present = {i for i, block_id in enumerate(sequence.block_ids) if block_id != NO_BLOCK}
 
-    def seen(num_tokens: int) -> set[int]:
+    def seen(num_tokens: int, num_kv_groups: int) -> set[int]:
         return {
             row * groups.num_groups + group
-            for group in range(groups.num_groups)
+            for group in range(num_kv_groups)
             for row in range(groups.first_row(group, num_tokens), num_rows)
         }
 
-    if not seen(sequence.num_computed) <= present:
+    wanted = seen(sequence.num_computed, groups.num_groups - groups.num_states)
+    if sequence.num_computed:
+        wanted.update(groups.of_state((sequence.num_computed - 1) // groups.block_size))
+    if not wanted <= present:
         return "a block is missing"
-    spare = present - seen(sequence.num_published * groups.block_size)
+    spare = present - seen(sequence.num_published * groups.block_size, groups.num_groups)
     if any(i % groups.num_groups >= groups.num_full for i in spare):
-        return "a block of a window is held that no token sees, or none yet"
+        return "a block of a window or state is held that no token sees, or none yet"
     return ""
 
 
@@ -168,9 +172,9 @@ def _check(sequence: Sequence, groups: KVGroups) -> None:
     num_rows, rest = divmod(sequence.num_slots, groups.block_size)
     end = num_rows * num_groups
     num_foreseen = len(sequence.tokens) + len(sequence.draft)
-    if rest or end > len(table) or (end < len(table) and not groups.num_windows):
+    if rest or end > len(table) or (end < len(table) and not groups.num_partial):
         difference = "slots are miscounted"
-    elif groups.num_windows and (missing := _misplaced(sequence, num_rows, groups)):
+    elif groups.num_partial and (missing := _misplaced(sequence, num_rows, groups)):
         difference = missing
     elif not 0 <= sequence.num_computed <= sequence.num_slots:
         difference = "KV without slots"

@@ -22,11 +22,12 @@ from operator import attrgetter
 from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool, require
 from disagg.engine.sched.block_tables import (
+    begin_row,
     disown,
-    extend,
     give_back,
     grow,
     held_blocks,
+    lacks_row,
     num_slots,
     publish,
     take_imported,
@@ -196,14 +197,17 @@ class Scheduler:
 
         `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
         """
-        self.drafting.propose(self.running, self.queues.num_computed)
+        pool = self.pool
+        if not pool.groups.num_states:  # what a wrong draft does to a state cannot be undone
+            self.drafting.propose(self.running, self.queues.num_computed)
         decodes, prefills, num_preempted = *self.queues.split_running(), self.num_preempted
         growing = [each for each in decodes if len(each.tokens) > each.num_slots]
-        if growing and not grow(self.pool, growing):
+        if pool.groups.num_states:
+            growing = [each for each in decodes if lacks_row(pool, each)]
+        if growing and not grow(pool, growing):
             self._grow_by_turns(growing)
-        if self.pool.groups.num_windows:  # every prompt goes on
-            full = [each for each in prefills if each.num_computed == each.num_slots]
-            self._grow_by_turns(full)
+        if pool.groups.num_partial:  # every prompt goes on
+            self._grow_by_turns([each for each in prefills if lacks_row(pool, each)])
         if num_preempted != self.num_preempted:
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
@@ -225,8 +229,11 @@ class Scheduler:
     def plan_following(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan` before `plan` is applied.
 
-        None if `plan` must be applied first.
+        None if `plan` must be applied first. So it always must with recurrent states: the step
+        after it would advance that of a sequence which turns out to have left.
         """
+        if self.pool.groups.num_states:
+            return None
         drafting, running = self.drafting, self.running
         waiting = drafting.propose(running, self.queues.num_computed, plan.sequences)
         num_drafts = len(waiting) + sum(map(bool, map(_DRAFT, running)))
@@ -265,8 +272,13 @@ class Scheduler:
         If there are too few blocks, it preempts the latest sequences, which may be some of these.
         """
         for sequence in sequences:
-            while sequence.block_ids and not extend(self.pool, sequence, 1):
+            while sequence.block_ids and not begin_row(self.pool, sequence):
                 self._preempt_latest()
+
+    def begin_again(self) -> None:
+        """Preempt what runs, after a step that failed: it may have advanced recurrent states."""
+        while self.running:
+            self._preempt_latest()
 
     def _preempt_latest(self) -> Sequence:
         """Preempt the latest sequence that owns blocks: free them, and move it to `waiting`."""
@@ -375,7 +387,8 @@ class Scheduler:
             groups=self.pool.groups,
         )
         if sequence.draft:
-            sequence.draft = usable(sequence, sequence.draft, self.vocab_size)
+            draft = () if self.pool.groups.num_states else sequence.draft
+            sequence.draft = usable(sequence, draft, self.vocab_size)
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
         sequence.watch_thinking()

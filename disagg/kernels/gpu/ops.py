@@ -21,6 +21,7 @@ from disagg.kernels.gpu.attention_work import (
     AttentionWork,
     attention_work,
 )
+from disagg.kernels.gpu.delta_net import delta_net
 from disagg.kernels.gpu.eight_bit_tile import kinds_of, why_16_bits
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.gated_mul import gated_mul
@@ -331,3 +332,15 @@ class TritonOps:
         kv_write(heads, kv_cache, layer, batch.slots)
         numbers = value_dim, scale, self._latent_tile
         return latent_attention(heads, kv_cache, layer, batch, paging.work[None], *numbers)
+
+    def delta_net(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        taps: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: TritonPaging,
+    ) -> Tensor:
+        return delta_net(mixed, decay, beta, taps, kv_cache, layer, paging.batch)

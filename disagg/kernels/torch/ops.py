@@ -7,7 +7,7 @@ of the time. Attention, with the block tables, is in `attention.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.kernels.torch.attention import TorchPaging, plan_paging
+from disagg.kernels.torch.delta_net import StatePaging, delta_net, plan_states
 from disagg.kernels.torch.experts import TorchExperts
 
 _FEW_ROWS = 16
@@ -159,13 +160,20 @@ class TorchOps:
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> list[TorchPaging | CpuPaging]:
-        """A plan for each group of layers."""
+    ) -> list[TorchPaging | CpuPaging | StatePaging]:
+        """A plan for each group of layers; those of states have the last one."""
         groups = GroupBatches.of(batch, kv_cache)
         groups.locate(batch)
+        plans: list[TorchPaging | CpuPaging | StatePaging]
         if self._attention is not None and takes_cache(kv_cache):
-            return [self._attention.plan(each, kv_cache) for each in groups.batches]
-        return [plan_paging(each, kv_cache) for each in groups.batches]
+            plans = [self._attention.plan(each, kv_cache) for each in groups.batches]
+        else:
+            plans = [plan_paging(each, kv_cache) for each in groups.batches]
+        if kv_cache.states is not None:
+            assert groups.tables is not None
+            of_states = groups.tables[:, kv_cache.num_kv_groups :]
+            plans.append(plan_states(batch, of_states, groups.block_size))
+        return plans
 
     def attention(
         self,
@@ -173,10 +181,10 @@ class TorchOps:
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        paging: list[TorchPaging | CpuPaging],
+        paging: list[Any],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        own = paging[kv_cache.places[layer][0]]
+        own: TorchPaging | CpuPaging = paging[kv_cache.places[layer][0]]
         return own.attend(qkv, kv_cache, layer, window, sinks, self._scores)
 
     def latent_attention(
@@ -184,11 +192,23 @@ class TorchOps:
         heads: Tensor,
         kv_cache: KVPages,
         layer: int,
-        paging: list[TorchPaging | CpuPaging],
+        paging: list[Any],
         value_dim: int,
         scale: float,
     ) -> Tensor:
         # The rest of the vector is summed too: an eighth more work saves a copy of the values.
-        own = paging[kv_cache.places[layer][0]]
+        own: TorchPaging | CpuPaging = paging[kv_cache.places[layer][0]]
         attended = own.attend(heads, kv_cache, layer, None, None, Scores(scale))
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]
+
+    def delta_net(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        taps: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: list[Any],
+    ) -> Tensor:
+        return delta_net(mixed, decay, beta, taps, kv_cache, layer, paging[-1])

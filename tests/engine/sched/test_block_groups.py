@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import kv_groups
+from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
 from disagg.errors import RequestError
-from disagg.kv_groups import NO_BLOCK, KVGroups, Window, block_name, group_layers
-from tests.engine.fake_runner import expected_tokens
+from disagg.kv_groups import NO_BLOCK, STATE, KVGroups, Window, block_name, group_layers
+from tests.engine.fake_runner import FakeRunner, expected_tokens
 from tests.engine.workload import (
+    STATES,
     WINDOWS,
     Driver,
     Workload,
@@ -24,7 +26,7 @@ from tests.engine.workload import (
 from tests.grids import examples
 
 NO_STOP: frozenset[int] = frozenset()
-ANY_WINDOWS = st.sampled_from(WINDOWS)
+ANY_WINDOWS = st.sampled_from([*WINDOWS, *STATES])
 TILES = st.sampled_from([1, 4])
 
 
@@ -80,7 +82,8 @@ def test_needed_blocks(windows: tuple[Window, ...], size: int, num_tokens: int) 
     assert len(needed) <= groups.num_at_most(num_tokens)
     for group, window in enumerate(windows):
         rows = {index // len(windows) for index in needed if index % len(windows) == group}
-        seen = range(max(0, num_tokens - (window or num_tokens + 1) + 1), num_tokens)
+        num_behind = num_tokens if window is None else 1 if window == STATE else window - 1
+        seen = range(max(0, num_tokens - num_behind), num_tokens)
         assert {position // size for position in seen} <= rows
         # A tile and a block of more may be kept.
         assert len(rows) * size <= len(seen) + 64 + 2 * size
@@ -142,3 +145,38 @@ def test_a_prompt_that_leaves_its_windows_behind_needs_less_than_the_pool() -> N
     assert sequence.tokens[300:] == expected and not engine.scheduler.num_preempted
     with pytest.raises(RequestError, match="need 96 KV blocks of 4 tokens; this worker has 95"):
         engine.submit(new_sequence(prompt(304), 4, 4, stop_ids=NO_STOP))
+
+
+def test_a_step_that_failed_does_not_advance_a_recurrent_state_twice() -> None:
+    """It has written the states of all its sequences when one of them makes it fail."""
+    engine, kv = new_engine(60, 4, windows=(None, STATE))
+    bad, good = (new_sequence(prompt(6, first), 4, 8, stop_ids=NO_STOP) for first in (4, 30))
+
+    class Failing(FakeRunner):
+        def run(self, plan: StepPlan) -> list[Sampled]:
+            sampled = super().run(plan)
+            if bad in plan.sequences and len(bad.tokens) > 9:  # in the middle of a row
+                raise SequencesFailed({bad: IndexError("planted")})
+            return sampled
+
+    engine.runner = Failing(kv)
+    for sequence in (bad, good):
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.check(())
+    assert len(bad.tokens) == 10
+    assert good.tokens[6:] == expected_tokens(prompt(6, 30), 8, windows=(None, STATE))
+
+
+def test_drafts_are_left_out_where_a_state_could_not_be_taken_back() -> None:
+    engine, _ = new_engine(60, 4, windows=(None, STATE))
+    right = tuple(expected_tokens(prompt(6), 8, windows=(None, STATE)))
+    sequence = new_sequence(prompt(6), 4, 8, stop_ids=NO_STOP, draft=right)
+    engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        num_rows = sequence.num_slots // 4
+        if sequence.num_computed % 4:  # else it has also the state at the end of the row before
+            assert engine.pool.num_blocks - engine.pool.num_free == num_rows + (num_rows > 0)
+    assert sequence.tokens[6:] == [*right] and not engine.scheduler.num_drafted
