@@ -63,8 +63,8 @@ class EngineOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
-    pooled: bytes | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    pooled: bytes | None = None  # an embedding, as `TokenDelta` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +365,9 @@ def _output(output: Any, sampling: Mapping[str, Any]) -> EngineOutput:
             prompt_rows and prompt_rows[1:],  # the first token has none
             sampling["prompt_logprobs"],
         ),
-        output.num_cached_tokens or 0,
-        len(output.prompt_token_ids),
-        output.kv_transfer_params if reason is not None else None,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        num_prompt_tokens=len(output.prompt_token_ids),
+        kv_transfer_params=output.kv_transfer_params if reason is not None else None,
     )
 
 
