@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,12 @@ class Ingress:
             await asyncio.sleep(0)
 
 
+def busy_ingress(**options: Any) -> Ingress:
+    ingress = Ingress(**options)
+    ingress.load(busy=True)
+    return ingress
+
+
 async def test_nobody_waits_where_workers_have_room() -> None:
     ingress = Ingress()
     answers = await asyncio.gather(ingress.ask("a"), ingress.ask("b"))
@@ -78,8 +85,7 @@ async def test_nobody_waits_where_workers_have_room() -> None:
 
 
 async def test_who_waits_goes_when_there_is_room_and_in_a_fair_order() -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     tasks = [ingress.ask(f"flood-{number}", "flood") for number in range(3)]
     tasks += [ingress.ask("mine", "calm"), ingress.ask("first", "flood", priority=-1)]
     await ingress.until_waiting(5)
@@ -103,8 +109,7 @@ async def test_who_waits_goes_when_there_is_room_and_in_a_fair_order() -> None:
 
 
 async def test_who_comes_while_others_wait_does_not_pass_them_by() -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     first = ingress.ask("first")
     await ingress.until_waiting(1)
     ingress.load(busy=False)
@@ -114,8 +119,7 @@ async def test_who_comes_while_others_wait_does_not_pass_them_by() -> None:
 
 
 async def test_a_waiter_that_is_cancelled_leaves_nothing() -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     tasks = [ingress.ask(f"{number}") for number in range(4)]
     await ingress.until_waiting(4)
     for task in tasks[:3]:
@@ -133,8 +137,7 @@ async def test_a_waiter_that_is_cancelled_leaves_nothing() -> None:
 async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing(
     is_cancelled_first: bool,
 ) -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.load(busy=False)
@@ -149,8 +152,7 @@ async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing(
 
 
 async def test_who_would_come_too_late_is_refused_at_once_with_the_time_to_come_back() -> None:
-    ingress = Ingress(slo_s=10.0)
-    ingress.load(busy=True)
+    ingress = busy_ingress(slo_s=10.0)
     tasks = [ingress.ask(f"{number}", num_tokens=4000) for number in range(40)]
     refusals: list[Overloaded] = []
     while len(refusals) + sum(ingress.admission_queue.num_by_tenant().values()) < len(tasks):
@@ -182,8 +184,7 @@ async def test_who_has_waited_for_too_long_is_refused() -> None:
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_told_as_one() -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     task = ingress.ask("a", deadline_unix_s=NOW + 30.0)
     await ingress.until_waiting(1)
     ingress.now += 40.0
@@ -193,8 +194,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_told_as_one() -> None:
 
 async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> None:
     each_nbytes = REQUEST_NBYTES + 100 * TOKEN_NBYTES
-    ingress = Ingress(max_nbytes=4 * each_nbytes)
-    ingress.load(busy=True)
+    ingress = busy_ingress(max_nbytes=4 * each_nbytes)
     flood = [ingress.ask(f"flood-{number}", "flood") for number in range(5)]
     await ingress.until_waiting(4)
     with pytest.raises(Overloaded, match="is full"):
@@ -215,8 +215,7 @@ async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> N
 
 async def test_where_bytes_run_out_nobody_gives_way_to_an_equal() -> None:
     """Or two tenants would push each other out for ever."""
-    ingress = Ingress(max_nbytes=3 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES))
-    ingress.load(busy=True)
+    ingress = busy_ingress(max_nbytes=3 * (REQUEST_NBYTES + 100 * TOKEN_NBYTES))
     first = [ingress.ask(f"first-{number}", "first") for number in range(2)]
     await ingress.until_waiting(2)
     second = [ingress.ask(f"second-{number}", "second") for number in range(2)]
@@ -230,8 +229,7 @@ async def test_where_bytes_run_out_nobody_gives_way_to_an_equal() -> None:
 async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:
     """Also not where both are the same tenant's."""
     each_nbytes = REQUEST_NBYTES + 100 * TOKEN_NBYTES
-    ingress = Ingress(max_nbytes=4 * each_nbytes)
-    ingress.load(busy=True)
+    ingress = busy_ingress(max_nbytes=4 * each_nbytes)
     ingress.fleet.worker_synced(make_record("d1", model="other"), (), BUSY)
     flood = [ingress.ask(f"flood-{number}") for number in range(4)]
     await ingress.until_waiting(4)
@@ -265,8 +263,7 @@ async def test_a_request_that_loses_its_worker_does_not_wait_again() -> None:
 
 
 async def test_waiters_of_a_fleet_that_is_gone_wait_for_another() -> None:
-    ingress = Ingress()
-    ingress.load(busy=True)
+    ingress = busy_ingress()
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.fleet.worker_lost("d0")
@@ -328,8 +325,7 @@ def test_a_worker_without_a_queue_has_room_for_a_prompt_that_streams_make_longer
 
 
 async def test_a_wall_clock_that_is_set_does_not_make_a_queue_slow() -> None:
-    ingress = Ingress(slo_s=6000.0)
-    ingress.load(busy=True)
+    ingress = busy_ingress(slo_s=6000.0)
     tasks = [ingress.ask("first", num_tokens=8000), ingress.ask("second")]
     await ingress.until_waiting(2)
     ingress.load(busy=False)

@@ -201,6 +201,11 @@ class Bench:
         self.jobs.put(pull)
         return pull.pull_id
 
+    def rest(self) -> None:
+        """Let the blocks of a broken transfer rest, until its peer is forgotten."""
+        for _ in range(41):
+            self.jobs.put(Look())
+
     def reuse(self, block_id: int) -> None:
         self.source.reuse(block_id)
         for each in self.ranks[1:]:
@@ -255,39 +260,28 @@ def test_whatever_fails_every_pull_ends_once_and_only_intact_ones_succeed(
 def test_a_fault_is_named_and_the_next_pull_goes_well(step: str) -> None:
     bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, 0)))
     first = bench.pull([1], [1])
-    bench.jobs.put(Look())
-    for _ in range(40):  # the blocks of the broken transfer rest, then its peer is forgotten
-        bench.jobs.put(Look())
+    bench.rest()
     second = bench.pull([2], [2])
     ended = {n.pull.pull_id: n.error for n in bench.run() if isinstance(n, PullEnded)}
     assert f"{step} 0" in (ended[first] or "")
     assert ended[second] is None
 
 
+@pytest.mark.parametrize("is_told_later", [False, True])
 @pytest.mark.parametrize("step", ["post", "is_done", "notify"])
-def test_a_source_that_lives_hears_of_a_ticket_whose_pull_broke(step: str) -> None:
-    # The first notification sets the connection up.
-    first = 1 if step == "notify" else 0
+def test_a_source_that_lives_hears_of_a_ticket_whose_pull_broke(
+    step: str, is_told_later: bool
+) -> None:
+    """Also when the other ranks of its reader have ended, which is later than this rank, whose
+    connection was taken down meanwhile."""
+    first = 1 if step == "notify" else 0  # the first notification sets the connection up
     bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, first)))
-    bench.pull([1], [1])
-    for _ in range(40):
-        bench.jobs.put(Look())
+    bench.pull([1], [1], releases=not is_told_later)
+    bench.rest()
+    if is_told_later:
+        bench.jobs.put(Notify(bench.peer, "t[1]-[1]"))
     bench.run()
     assert bench.wire.sent == [("source#1", b"t[1]-[1]")]
-
-
-@pytest.mark.parametrize("step", ["post", "is_done"])
-def test_a_source_that_lives_hears_of_a_broken_pull_when_the_other_ranks_of_its_reader_have_ended(
-    step: str,
-) -> None:
-    """Which is later than this rank, whose connection was taken down meanwhile."""
-    bench = Bench(FaultyWire(lambda name, number: (name, number) == (step, 0)))
-    bench.pull([1], [1], releases=False)
-    for _ in range(40):
-        bench.jobs.put(Look())
-    bench.jobs.put(Notify(bench.peer, "t1"))
-    bench.run()
-    assert bench.wire.sent == [("source#1", b"t1")]
 
 
 def test_a_pull_from_two_ranks_waits_for_the_other_one_when_one_breaks() -> None:
@@ -306,8 +300,7 @@ def test_a_pull_from_two_ranks_waits_for_the_other_one_when_one_breaks() -> None
 def test_a_dead_source_is_told_once_more_and_then_no_more(steps: set[str]) -> None:
     bench = Bench(FaultyWire(lambda name, number: name in steps and number > 0))
     bench.pull([1], [1])
-    for _ in range(40):
-        bench.jobs.put(Look())
+    bench.rest()
     bench.run()
     assert bench.wire._steps["connect"] <= 2 and bench.wire._steps["notify"] <= 4
 

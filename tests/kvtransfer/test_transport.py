@@ -249,7 +249,7 @@ def test_no_accepted_pull_has_torn_content(sides: Sides) -> None:
     churning.start()
     num_accepted = num_refused = 0
     try:
-        while num_accepted < 30 or num_refused < 30:
+        while num_accepted < 15 or num_refused < 15:
             # Eight blocks that nobody uses again, and sometimes a few that somebody does.
             num_pulls = num_accepted + num_refused
             blocks = [*range(24, 32), *range(num_pulls % 2 * 8)]

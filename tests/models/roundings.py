@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,27 @@ from tests.models.checkpoints import Checkpoint
 from tests.models.paging import Tokens
 
 _MOST = 0.7  # of the logarithm of how much further ours are off
+_NUM_DRAWS = 5
 
 
 def assert_as_far_as_roundings(
     sequences: Sequence[Tokens], checkpoint: Checkpoint, ends: Sequence[int]
 ) -> None:
-    """Compare the logits of sequences, after the tokens `ends`, with those of exact arithmetic.
+    """Compare the logits of sequences of one length, after the tokens `ends`, with exact ones."""
+    ids, rows = torch.tensor([sequence.ids for sequence in sequences]), [end - 1 for end in ends]
+    ours = torch.stack([torch.stack(sequence.logits) for sequence in sequences])
+
+    def logits(model: Any, num_draws: int) -> Tensor:
+        found: Tensor = model(ids.repeat(num_draws, 1)).logits[:, rows]
+        return found
+
+    assert_off_as_roundings(ours, checkpoint.model, logits)
+
+
+def assert_off_as_roundings(
+    ours: Tensor, model: Any, compute: Callable[[Any, int], Tensor]
+) -> None:
+    """Compare results of bfloat16 with those of exact arithmetic.
 
     Exact is what transformers computes in float32 with the weights rounded to bfloat16.
 
@@ -29,16 +44,20 @@ def assert_as_far_as_roundings(
     what is rounded within a module. The logarithm of how much further ours was off had, by variant
     and compiled step, a mean of -0.65 to 0.09 over draws of three prompts and a standard deviation
     of at most 0.17: `_MOST` is four of these above each mean.
+
+    Args:
+        ours: [num_results, ...].
+        compute: the results of a model, some number of times over: [number * num_results, ...].
     """
-    exact = Checkpoint(checkpoint.directory, lambda: copy.deepcopy(checkpoint.model).float())
-    rounding = Checkpoint(checkpoint.directory, lambda: _rounding_at_random(exact.model))
-    rows, ours, allowed = [end - 1 for end in ends], [], []
-    for sequence in sequences:
-        truth = exact.logits(sequence.ids)[rows]
-        ours.append((torch.stack(sequence.logits) - truth).square().mean())
-        draws = [rounding.logits(sequence.ids)[rows] - truth for _ in range(5)]
-        allowed.append(torch.stack(draws).square().mean())
-    off, expected = float(torch.stack(ours).mean()), float(torch.stack(allowed).mean())
+    exact = copy.deepcopy(model).float()
+    for weight in exact.parameters():
+        weight.data = weight.data.bfloat16().float()
+    with torch.no_grad():
+        truth = compute(exact, 1)
+        drawn = compute(_rounding_at_random(exact), _NUM_DRAWS)
+    off = float((ours.float() - truth).square().mean())
+    same = truth.repeat(_NUM_DRAWS, *[1] * (truth.dim() - 1))
+    expected = float((drawn - same).square().mean())
     assert math.log(off / expected) <= _MOST
 
 

@@ -27,7 +27,9 @@ from tests.store.tiers import (
     Gate,
     Opener,
     block,
+    fetched,
     finish,
+    keep,
     name,
     names,
     offer,
@@ -94,12 +96,9 @@ def test_a_prefix_longer_than_one_call_is_loaded_in_order(
     monkeypatch.setattr("disagg.store.cold_tier._CALL_NBYTES", 3 * NBYTES)
     gate = Gate()
     tier = new_tier(gate)
-    for i in range(10):
-        offer(tier, i)
-    settle(tier)
+    keep(tier, *range(10))
     gate.calls.clear()
-    fetch = tier.lookup(names(*range(10)))
-    finish(tier, fetch)
+    fetch = fetched(tier, *range(10))
     assert fetch.blocks == [block(i) for i in range(10)]
     assert gate.calls == ["contains", "get", "get", "get", "get"]
 
@@ -135,8 +134,7 @@ def test_a_value_of_another_size_is_a_miss(new_tier: Opener) -> None:
     store = FakeStore(1 << 20)
     store.put_many([(name(0), block(0)), (name(1), block(1)[:-1])])
     tier = new_tier(store)
-    fetch = tier.lookup(names(0, 1))
-    finish(tier, fetch)
+    fetch = fetched(tier, 0, 1)
     assert fetch.blocks == [block(0)]
 
 
@@ -176,9 +174,7 @@ def test_bytes_that_were_put_are_let_go_before_anybody_looks(gate: Gate) -> None
 
 def test_known_blocks_are_not_stored_twice(new_tier: Opener, gate: Gate) -> None:
     tier = new_tier(gate)
-    offer(tier, 0)
-    offer(tier, 1)
-    settle(tier)
+    keep(tier, 0, 1)
     calls = list(gate.calls)
     assert known(tier, 0, 1, 2) == [True, True, False]
     assert not offer(tier, 0)
@@ -191,8 +187,7 @@ def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> N
     store.put_many([(name(0), block(0))])
     tier = new_tier(store)
     assert known(tier, 0) == [False]
-    fetch = tier.lookup(names(0, 1))
-    finish(tier, fetch)
+    fetch = fetched(tier, 0, 1)
     assert fetch.blocks == [block(0)]
     assert known(tier, 0, 1) == [True, False]
 
@@ -200,11 +195,10 @@ def test_blocks_of_other_workers_are_found_and_then_known(new_tier: Opener) -> N
 def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
     store = FakeStore(2 * NBYTES)
     tier = new_tier(store)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     store.put_many([(name(8), block(8)), (name(9), block(9))])
     assert known(tier, 0) == [True]
-    finish(tier, tier.lookup(names(0)))
+    fetched(tier, 0)
     assert known(tier, 0) == [False]
     assert offer(tier, 0)
 
@@ -212,9 +206,7 @@ def test_what_the_store_lost_can_be_offered_again(new_tier: Opener) -> None:
 def test_the_names_it_knows_are_bounded(new_tier: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 3)
     tier = new_tier(FakeStore(1 << 20))
-    for i in range(5):
-        offer(tier, i)
-    settle(tier)
+    keep(tier, *range(5))
     assert known(tier, *range(5)) == [False, False, True, True, True]
 
 
@@ -254,7 +246,7 @@ def test_a_slow_time_is_forgotten_when_nobody_looks() -> None:
         StoreThread(store, NBYTES, lambda: now_s), one_second_a_block(), clock=lambda: now_s
     )
     for _ in range(5):
-        finish(tier, tier.lookup(names(0)))
+        fetched(tier, 0)
     assert tier.predicted_s(1) > 20
     now_s += 61
     assert tier.predicted_s(1) == 2.0
@@ -274,8 +266,7 @@ def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
     finish(tier, one, two)
     assert [len(fetch.blocks) for fetch in (one, two, three)] == [3, 1, 0]
     assert tier.num_under_way == 0
-    again = tier.lookup(names(0, 1, 2, 3))
-    finish(tier, again)
+    again = fetched(tier, 0, 1, 2, 3)
     assert len(again.blocks) == 4
 
 
@@ -317,14 +308,11 @@ def test_a_failing_store_is_a_miss_and_counted(
 ) -> None:
     times = one_second_a_block()
     tier = new_tier(gate, times=times)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     gate.error = error
-    offer(tier, 1)
-    settle(tier)
+    keep(tier, 1)
     assert known(tier, 0) == [False]  # it may come back empty
-    fetch = tier.lookup(names(0))
-    finish(tier, fetch)
+    fetch = fetched(tier, 0)
     assert fetch.blocks == [] and str(error) in (fetch.error or "")
     assert tier.counts() == StoreCounts(num_stored=1, num_failed=1, num_misses=1)
     (message,) = caplog.messages  # once, not with every failure
@@ -333,15 +321,14 @@ def test_a_failing_store_is_a_miss_and_counted(
     gate.error = None
     wait_until(lambda: offer(tier, 2))
     settle(tier)
-    again = tier.lookup(names(0))
-    finish(tier, again)
+    again = fetched(tier, 0)
     assert again.blocks == [block(0)]
 
 
 def test_a_store_that_is_away_is_asked_one_question_at_a_time(new_tier: Opener, gate: Gate) -> None:
     tier = new_tier(gate)
     gate.error = Unavailable("away")
-    finish(tier, tier.lookup(names(0)))
+    fetched(tier, 0)
     assert tier.is_away
     gate.open.clear()
     gate.calls.clear()

@@ -13,7 +13,9 @@ from disagg.store.redis_store import RedisStore
 from tests.store.tiers import (
     NBYTES,
     block,
+    fetched,
     finish,
+    keep,
     names,
     offer,
     one_second_a_block,
@@ -29,12 +31,10 @@ def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
 
 def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     tier = redis_tier(own_redis, timeout_s=5)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     os.kill(own_redis.pid, signal.SIGKILL)
     own_redis.stop()
-    lost = tier.lookup(names(0))
-    finish(tier, lost)
+    lost = fetched(tier, 0)
     assert lost.blocks == [] and lost.error is not None
     for i in range(50):
         offer(tier, i)
@@ -47,21 +47,18 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
         return names(0)[0] in tier._known
 
     wait_until(stored_again)
-    found = tier.lookup(names(0, 1))
-    finish(tier, found)
+    found = fetched(tier, 0, 1)
     assert found.blocks == [block(0)]
     assert tier.close(timeout_s=60)
 
 
 def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None:
     tier = redis_tier(own_redis, timeout_s=5)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     with redis.Redis.from_url(own_redis.url) as client:
         (key,) = client.keys(b"disagg:kv:*")
         client.setrange(key, 20, b"\xff\x00\xff")
-    found = tier.lookup(names(0))
-    finish(tier, found)
+    found = fetched(tier, 0)
     assert found.blocks == [] and tier.counts().num_damaged == 1
     assert tier.counts().num_misses == 1
     assert tier.close(timeout_s=60)
@@ -69,8 +66,7 @@ def test_damaged_values_are_misses_and_counted(own_redis: EmbeddedRedis) -> None
 
 def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: EmbeddedRedis) -> None:
     tier = redis_tier(own_redis, timeout_s=2.0)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     os.kill(own_redis.pid, signal.SIGSTOP)
     try:
         fetches = [tier.lookup(names(0)) for _ in range(20)]
@@ -89,8 +85,7 @@ def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
     own_redis: EmbeddedRedis,
 ) -> None:
     tier = redis_tier(own_redis, timeout_s=2.0)
-    offer(tier, 0)
-    settle(tier)
+    keep(tier, 0)
     os.kill(own_redis.pid, signal.SIGSTOP)
     try:
         for i in range(1, 200):
@@ -102,8 +97,7 @@ def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
         os.kill(own_redis.pid, signal.SIGCONT)
     wait_until(lambda: offer(tier, 500))
     settle(tier)
-    found = tier.lookup(names(0))
-    finish(tier, found)
+    found = fetched(tier, 0)
     assert found.blocks == [block(0)]
     assert tier.close(timeout_s=60)
 

@@ -104,3 +104,17 @@ def settle(tier: ColdTier) -> None:
         return tier.queued_nbytes == 0
 
     wait_until(nothing_queued)
+
+
+def keep(tier: ColdTier, *numbers: int) -> None:
+    """Offer the blocks of these numbers, and wait for what becomes of them."""
+    for number in numbers:
+        offer(tier, number)
+    settle(tier)
+
+
+def fetched(tier: ColdTier, *numbers: int) -> Fetch:
+    """A lookup of the blocks of these numbers, which has ended."""
+    fetch = tier.lookup(names(*numbers))
+    finish(tier, fetch)
+    return fetch

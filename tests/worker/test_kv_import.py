@@ -6,6 +6,7 @@ KV that comes ahead of its request is found by it, or was never there.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,18 @@ class ImportRig:
         self.kv_import.admit(sequence, self.ticket(sequence, len(prompt)), self.now)
         return sequence
 
+    def arrived(self, *prompt: tuple[int, ...], **changes: Any) -> Sequence:
+        """One that has arrived, and whose pull is under way if it can be."""
+        sequence = self.arrive(*prompt, **changes)
+        self.advance()
+        return sequence
+
+    def pulled(self, *prompt: tuple[int, ...]) -> Sequence:
+        """The first one, with its KV in place."""
+        sequence = self.arrived(*prompt)
+        self.end_pull(0)
+        return sequence
+
     def ticket(self, sequence: Sequence, num_tokens: int) -> KVTicket:
         """Fill blocks of the source with the sequence's KV."""
         num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -179,12 +192,9 @@ def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
 
 def test_blocks_that_are_here_are_not_pulled() -> None:
     rig = ImportRig()
-    rig.arrive()
-    rig.advance()
-    rig.end_pull(0)
+    rig.pulled()
     rig.run()
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     ticket, first_block, into = rig.transport.pulls[1]
     assert first_block == 3 and len(into) == 1 == len(ticket.block_ids) - 3
     rig.end_pull(1)
@@ -194,12 +204,9 @@ def test_blocks_that_are_here_are_not_pulled() -> None:
 def test_nothing_is_pulled_when_all_is_here() -> None:
     rig = ImportRig()
     prompt = PROMPT[:12]
-    rig.arrive(prompt)
-    rig.advance()
-    rig.end_pull(0)
+    rig.pulled(prompt)
     rig.run()
-    sequence = rig.arrive(prompt)
-    rig.advance()
+    sequence = rig.arrived(prompt)
     rig.run()
     assert len(rig.transport.pulls) == 1 and rig.transport.released == ["ticket-2"]
     assert sequence.tokens[12:] == expected_tokens(prompt, 5) and rig.is_empty
@@ -207,8 +214,7 @@ def test_nothing_is_pulled_when_all_is_here() -> None:
 
 def test_who_waits_for_blocks_gets_them_by_priority_and_then_by_arrival() -> None:
     rig = ImportRig(num_blocks=5)
-    rig.arrive()
-    rig.advance()
+    rig.arrived()
     waiting = [rig.arrive(priority=priority) for priority in (1, 0, -1, 0)]
     rig.advance()
     assert len(rig.transport.pulls) == 1, "one block is left, and each of them wants four"
@@ -220,8 +226,7 @@ def test_who_waits_for_blocks_gets_them_by_priority_and_then_by_arrival() -> Non
 def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
     rig = ImportRig()
     rig.transport.refuses = moment == "refused"
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     if moment == "failed":
         rig.end_pull(0, "the source used the blocks again")
     elif moment == "impatient":
@@ -260,8 +265,7 @@ def test_pulls_are_counted_by_lane_and_outcome() -> None:
     pull("the peer is gone")
     pull("the peer is gone", waits=False)
     rig.transport.refuses = True
-    rig.arrive()
-    rig.advance()
+    rig.arrived()
     assert rig.kv_import.pull_counts == (
         PullCounts("cma", num_ok=2, num_given_up=1, nbytes=128, seconds=1.0),
         PullCounts("", num_torn=1, num_failed=2, num_given_up=1),
@@ -271,8 +275,7 @@ def test_pulls_are_counted_by_lane_and_outcome() -> None:
 def test_a_pull_that_should_take_long_may() -> None:
     rig = ImportRig()
     rig.predicted_s = 5.0
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     for rig.now in (PULL_PATIENCE_S, PULL_PATIENCE_S + PULL_FACTOR * 5.0 - 0.1):
         rig.advance()
         assert rig.kv_import.num_arriving and not rig.engine.has_work
@@ -300,18 +303,14 @@ def test_what_never_fits_is_refused_and_blocks_nobody() -> None:
     huge = new_sequence(tuple(range(4, 104)), BLOCK_SIZE, 5, output=(9,), stop_ids=frozenset())
     with pytest.raises(Exception, match="need"):
         rig.kv_import.admit(huge, rig.ticket(huge, 100), rig.now)
-    sequence = rig.arrive()
-    rig.advance()
-    rig.end_pull(0)
+    sequence = rig.pulled()
     assert_answers(rig, sequence)
 
 
 def test_a_join_that_is_refused_is_the_only_event() -> None:
     rig = ImportRig(num_blocks=64)
     rig.engine.scheduler.max_model_len = 10
-    sequence = rig.arrive()
-    rig.advance()
-    rig.end_pull(0)
+    sequence = rig.pulled()
     (event,) = rig.run()
     assert event.sequence is sequence and isinstance(event.error, ContextLengthExceeded)
     assert rig.is_empty
@@ -361,8 +360,7 @@ def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
 
 def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
     rig = ImportRig()
-    sequence = rig.arrive(deadline_unix_s=2.0)
-    rig.advance()
+    sequence = rig.arrived(deadline_unix_s=2.0)
     rig.now = 2.0
     rig.advance()
     (event,) = rig.run()
@@ -388,8 +386,7 @@ def test_two_with_the_same_prompt_pull_it_once() -> None:
 
 def test_nobody_waits_for_a_pull_that_takes_too_long_and_is_for_another() -> None:
     rig = ImportRig(num_blocks=24)
-    rig.arrive()
-    rig.advance()
+    rig.arrived()
     second = rig.arrive()
     rig.now = PULL_PATIENCE_S
     rig.advance()
@@ -449,8 +446,7 @@ def test_a_request_waits_for_its_grammar_before_its_kv_is_pulled(
 
 def test_what_nobody_waits_for_any_more_is_found_by_the_next() -> None:
     rig = ImportRig()
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     rig.kv_import.cancel(sequence.request_id)
     rig.end_pull(0)
     assert len(rig.engine.pool.match(sequence.block_hashes)) == 3
@@ -459,8 +455,7 @@ def test_what_nobody_waits_for_any_more_is_found_by_the_next() -> None:
 @pytest.mark.parametrize("error", [None, "it failed too"])
 def test_a_cancelled_pull_keeps_its_blocks_until_it_ends(error: str | None) -> None:
     rig = ImportRig()
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     assert rig.kv_import.cancel(sequence.request_id)
     assert not rig.kv_import.cancel(sequence.request_id), "it is gone already"
     assert not rig.is_empty and not rig.kv_import.num_arriving
@@ -523,8 +518,7 @@ def test_what_came_early_is_not_pulled_again() -> None:
     rig = EarlyRig()
     rig.tell(2)
     rig.end_early_pull(0)
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     _, first_block, into = rig.transport.pulls[1]
     assert (first_block, len(into)) == (2, 2)  # the third block, and the half
     assert rig.transport.releasing == {1}  # nothing was held for the early ticket
@@ -593,8 +587,7 @@ def test_a_pull_that_failed_leaves_nothing() -> None:
     rig.tell(2)
     rig.end_early_pull(0, error="torn")
     assert rig.is_empty and not rig.engine.pool.take_events()
-    sequence = rig.arrive()
-    rig.advance()
+    sequence = rig.arrived()
     _, first_block, into = rig.transport.pulls[1]
     assert (first_block, len(into)) == (0, 4)
     rig.end_pull(1)
@@ -645,8 +638,7 @@ def test_others_pulls_are_not_its_own() -> None:
     rig = EarlyRig()
     rig.tell(2)
     other = tuple(range(30, 44))
-    sequence = rig.arrive(other)
-    rig.advance()
+    sequence = rig.arrived(other)
     rig.end_pull(1)
     assert rig.is_pulling and len(rig.engine.pool.match(sequence.block_hashes)) == 3
     assert not rig.engine.pool.match(new_sequence(PROMPT, BLOCK_SIZE).block_hashes)

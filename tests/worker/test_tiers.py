@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import pytest
 
@@ -123,13 +123,14 @@ class Rig:
             self.kv.write_block(block_id, b"\xdd" * self.kv.block_nbytes)
         self.engine.pool.release(blocks)
 
-    def warm(self) -> None:
-        """Let the prompt be computed, wander into the tier, and be evicted."""
+    def warm(self) -> Self:
+        """Let the prompt be computed, wander into the tier, and be evicted. Returns the rig."""
         self.admit()
         self.run()
         self.evict_all()
         assert self.counts().num_kept == 5, "four of the prompt, one of the answer"
         self.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+        return self
 
     @property
     def num_computed(self) -> int:
@@ -157,9 +158,10 @@ class HostRig(Rig):
         self.offload = KVOffload(self.engine, self.tier, self.next_tier, self.kv.read_blocks)
         return self.tier
 
-    def warm(self) -> None:
+    def warm(self) -> Self:
         super().warm()
         assert not self.next_tier.offered, "all of it is in host memory"
+        return self
 
     def check(self) -> None:
         self.tier.check()
@@ -212,8 +214,7 @@ def new_rig(request: pytest.FixtureRequest) -> Callable[..., Rig]:
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
-    rig.warm()
+    rig = new_rig().warm()
     sequence = rig.admit()
     assert rig.kv_import.num_arriving == 1 and not rig.engine.has_work
     rig.run()
@@ -223,8 +224,7 @@ def test_an_evicted_prefix_is_loaded_and_not_computed(new_rig: Callable[..., Rig
 
 
 def test_only_what_is_not_here_is_loaded(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
-    rig.warm()
+    rig = new_rig().warm()
     rig.admit(PROMPT[:9], max_tokens=1)  # brings two blocks back
     rig.run()
     assert rig.counts().num_loaded == 2
@@ -235,8 +235,7 @@ def test_only_what_is_not_here_is_loaded(new_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_tier_is_left_alone_where_computing_is_quicker(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig(token_s=1e-9)
-    rig.warm()
+    rig = new_rig(token_s=1e-9).warm()
     rig.admit()
     assert rig.engine.has_work and not rig.kv_import.num_arriving
     rig.run()
@@ -244,8 +243,7 @@ def test_a_tier_is_left_alone_where_computing_is_quicker(new_rig: Callable[..., 
 
 
 def test_a_silent_tier_costs_no_more_than_computing(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
-    rig.warm()
+    rig = new_rig().warm()
     rig.fates.calm = False
     sequence = rig.admit()
     rig.kv_import.advance(rig.now)
@@ -268,8 +266,7 @@ def test_a_refusal_is_raised_at_once_or_reported_later(new_rig: Callable[..., Ri
     rig.engine.scheduler.max_model_len = 10
     with pytest.raises(ContextLengthExceeded):
         rig.admit()
-    rig = new_rig()
-    rig.warm()
+    rig = new_rig().warm()
     rig.engine.scheduler.max_model_len = 10
     rig.admit()
     assert rig.kv_import.num_arriving == 1
@@ -280,8 +277,7 @@ def test_a_refusal_is_raised_at_once_or_reported_later(new_rig: Callable[..., Ri
 
 
 def test_others_step_while_blocks_are_on_their_way() -> None:
-    rig = HostRig(num_blocks=24)
-    rig.warm()
+    rig = HostRig(num_blocks=24).warm()
     other = rig.admit(tuple(range(50, 60)), max_tokens=20)
     rig.step()
     rig.fates.calm = False
@@ -296,8 +292,7 @@ def test_others_step_while_blocks_are_on_their_way() -> None:
 
 
 def test_two_that_want_the_same_load_it_once() -> None:
-    rig = HostRig(num_blocks=24)
-    rig.warm()
+    rig = HostRig(num_blocks=24).warm()
     both = [rig.admit(), rig.admit()]
     rig.run()
     for sequence in both:
@@ -307,8 +302,7 @@ def test_two_that_want_the_same_load_it_once() -> None:
 
 
 def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
-    rig = HostRig(num_slots=6)
-    rig.warm()
+    rig = HostRig(num_slots=6).warm()
     rig.tier.save([(0, b"newer than the prompt's")])
     rig.tier.poll()
     sequence = rig.admit()
@@ -318,8 +312,7 @@ def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
 
 
 def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
-    rig = HostRig()
-    rig.warm()
+    rig = HostRig().warm()
     rig.fates.calm = False
     sequence = rig.admit()
     assert rig.kv_import.cancel(sequence.request_id)
@@ -336,8 +329,7 @@ def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
 
 
 def test_who_finds_no_room_waits_for_who_runs() -> None:
-    rig = HostRig(num_blocks=8)
-    rig.warm()
+    rig = HostRig(num_blocks=8).warm()
     other = rig.admit(tuple(range(50, 70)), max_tokens=6)
     rig.step()
     sequence = rig.admit()
@@ -350,8 +342,7 @@ def test_who_finds_no_room_waits_for_who_runs() -> None:
 
 @pytest.mark.parametrize("change", ["gone from host memory", "no room, and nobody runs"])
 def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
-    rig = HostRig(num_slots=5)
-    rig.warm()
+    rig = HostRig(num_slots=5).warm()
     sequence = rig.admit()
     if change == "gone from host memory":
         rig.tier.save([(i, bytes([i])) for i in range(5)])
@@ -380,8 +371,7 @@ def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
 
 def test_a_drain_takes_all_that_wait() -> None:
     """One whose blocks are on their way, and one that waits for the same blocks."""
-    rig = HostRig()
-    rig.warm()
+    rig = HostRig().warm()
     rig.fates.calm = False
     both = {rig.admit(), rig.admit()}
     rig.kv_import.advance(rig.now)
@@ -395,8 +385,7 @@ def test_a_drain_takes_all_that_wait() -> None:
 
 
 def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = StoreRig()
-    rig.warm()
+    rig = StoreRig().warm()
 
     def away(keys: object) -> int:
         raise Unavailable("away")
@@ -425,8 +414,7 @@ def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", ["cancelled", "drained"])
 def test_who_goes_leaves_no_block_to_be_fetched(how: str) -> None:
-    rig = StoreRig()
-    rig.warm()
+    rig = StoreRig().warm()
     rig.fates.calm = False
     sequence = rig.admit()
     if how == "cancelled":
@@ -441,8 +429,7 @@ def test_who_goes_leaves_no_block_to_be_fetched(how: str) -> None:
 
 @pytest.mark.parametrize("change", ["prefix gone", "no room"])
 def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
-    rig = StoreRig()
-    rig.warm()
+    rig = StoreRig().warm()
     rig.admit(PROMPT[:5], max_tokens=1)
     rig.run()  # the first block is here again
     sequence = rig.admit()
@@ -458,8 +445,7 @@ def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
 
 
 def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
-    rig = StoreRig()
-    rig.warm()
+    rig = StoreRig().warm()
     moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
     rig.kv_import.admit(moved, None, rig.now)
     rig.run()
@@ -467,8 +453,7 @@ def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
 
 
 def test_blocks_of_another_name_never_come() -> None:
-    rig = StoreRig()
-    rig.warm()
+    rig = StoreRig().warm()
     other = (99, *PROMPT[1:])
     sequence = rig.admit(other)
     assert rig.kv_import.num_arriving == 1
@@ -479,8 +464,7 @@ def test_blocks_of_another_name_never_come() -> None:
 
 def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
     ranks = [FakeRank(), FakeRank()]
-    rig = StoreRig(others=ranks)
-    rig.warm()
+    rig = StoreRig(others=ranks).warm()
     sequence = rig.admit()
     assert rig.kv_import.advance(rig.now)
     (fetch,) = ranks[0].told
@@ -498,8 +482,7 @@ def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
 
 def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -> None:
     rank = FakeRank()
-    rig = StoreRig(others=[rank])
-    rig.warm()
+    rig = StoreRig(others=[rank]).warm()
     sequence = rig.admit()
     assert rig.kv_import.advance(rig.now)
     (fetch,) = rank.told
@@ -515,8 +498,7 @@ def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -
 
 def test_a_rank_whose_store_is_silent_costs_no_more_than_computing() -> None:
     rank = FakeRank()
-    rig = StoreRig(others=[rank])
-    rig.warm()
+    rig = StoreRig(others=[rank]).warm()
     began_s, sequence = rig.now, rig.admit()
     assert rig.kv_import.advance(rig.now)
     rig.now = began_s + 8 * SLOW_S  # half of it: the first rank may have taken the other half

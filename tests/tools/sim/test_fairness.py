@@ -12,7 +12,7 @@ from disagg.tools.sim.report import SimReport, TenantReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
-SECONDS = 12.0
+SECONDS = 9.0
 BASE = SimConfig(num_prefill=2, num_blocks=256, max_num_seqs=32)
 # With the flood, of the 95 % fastest first tokens beside what they take on a fleet without it.
 WORST_FACTOR = 8.0
@@ -50,7 +50,7 @@ def test_a_flood_costs_whoever_floods(num_decode: int) -> None:
 
 def test_two_floods_are_equal_to_the_bit() -> None:
     fair = msgspec.structs.replace(BASE, num_decode=2, fair_queue=True)
-    flood = load({"light": 3.0, "heavy": FLOOD_PER_S}, seconds=5.0)
+    flood = load({"light": 3.0, "heavy": FLOOD_PER_S}, seconds=4.0)
     report = simulate(fair, flood)
     assert report.ttft_p99_s > 2.0, "nobody waited"
     assert report == simulate(fair, flood)

@@ -14,7 +14,7 @@ from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
 SLO_S = 2.0
-SECONDS = 45.0
+SECONDS = 30.0
 PRIOR = StepTimeModel(8e-3, 1e-4, 1e-8, 4e-4, 2e-7, 4e-3)
 
 

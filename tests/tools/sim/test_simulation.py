@@ -19,7 +19,7 @@ from disagg.tools.sim.simulated_worker import WorkerSpec
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
-LOAD = make_load("conversations", 8.0, 60, seed=5)
+LOAD = make_load("conversations", 8.0, 40, seed=5)
 SMALL = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
 
