@@ -234,7 +234,7 @@ def glm_with_mtp(place: Path) -> Path:
 
 @cache
 def played_without_drafts(directory: Path) -> list[tuple[list[int], str | None]]:
-    return play(build_engine(SHORT_OF_BLOCKS, describe_model(directory))[0], mixed(22, 1))
+    return play(build_engine(SHORT_OF_BLOCKS, describe_model(directory))[0], mixed(33, 1))
 
 
 def compare(asked: SpeculativeConfig, directory: Path, how: str, is_ahead: bool = False) -> None:
@@ -245,7 +245,7 @@ def compare(asked: SpeculativeConfig, directory: Path, how: str, is_ahead: bool 
         drafting.launcher = drafting.runner  # type: ignore[assignment]
         drafting.scheduler.most_drafts_ahead = 1.0
     expected = played_without_drafts(directory)
-    found = play(drafting, mixed(22, 1))
+    found = play(drafting, mixed(33, 1))
     # Who is cancelled, and when, depends on the steps.
     for (tokens, end), (wanted, wanted_end) in zip(found, expected, strict=True):
         if end and wanted_end:

@@ -12,7 +12,7 @@ from disagg.tools.sim.report import SimReport, TenantReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
-SECONDS = 9.0
+SECONDS = 12.0
 BASE = SimConfig(num_prefill=2, num_blocks=256, max_num_seqs=32)
 # With the flood, of the 95 % fastest first tokens beside what they take on a fleet without it.
 WORST_FACTOR = 8.0
