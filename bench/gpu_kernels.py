@@ -6,8 +6,8 @@
 Attention is called through `Ops`, writing KV included, over so many layers that nothing is left in
 the L2. Times are those of replayed graphs. `of read` is the share of the measured bandwidth, `of
 datasheet` the share of the stated one. `goal us` is the goal of docs/notebook/gpu.md. Each row
-checks some of its results against the reference. Heads and matrices are those of Llama-3-8B, and
-latents those of DeepSeek-V3 on one of eight ranks.
+checks some of its results against the reference. Heads and matrices are those of Llama-3-8B,
+latents those of DeepSeek-V3 on one of eight ranks, and delta nets those of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench import gpu_delta_net
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
@@ -125,6 +126,23 @@ class Bench:
             **self.ceilings.multiplying(num_flops / taken_s),
             "goal us": num_flops / GOAL_PROMPT_FLOPS * 1e6,
             "launched by hand, host us": host_s * 1e6,
+            "difference": difference,
+        }
+
+    def delta_nets(self, num_seqs: int, num_tokens: int) -> dict[str, Any]:
+        """Microseconds of one layer of gated delta nets, for so many tokens of each sequence."""
+        heads = gpu_delta_net.TINY if self.is_interpreted else gpu_delta_net.QWEN3_NEXT
+        if self.is_interpreted:
+            num_seqs, num_tokens = min(num_seqs, 2), min(num_tokens, 8)
+        step = gpu_delta_net.DeltaNets.of(heads, num_seqs, num_tokens, self.device)
+        difference = _near(step.difference())
+        taken_s = seconds(step.advance, self.device)
+        rate = step.nbytes / taken_s
+        return {
+            "us": taken_s * 1e6,
+            "us a token": taken_s * 1e6 / num_tokens,
+            "GB/s": rate / 1e9,
+            **self.ceilings.reading(rate),
             "difference": difference,
         }
 
@@ -267,6 +285,10 @@ def rows_of(bench: Bench) -> list[Row]:
         title = f"adapters, {num_rows} rows of {num_adapters}"
         return Row(title, lambda: bench.adapters(num_rows, num_adapters))
 
+    def delta_nets(num_seqs: int, num_tokens: int) -> Row:
+        title = f"delta nets, {num_tokens} tokens of {num_seqs}"
+        return Row(title, lambda: bench.delta_nets(num_seqs, num_tokens))
+
     latents = bench.of_latents
 
     def latent_decode(name: str, num_new: int = 1) -> Row:
@@ -284,6 +306,7 @@ def rows_of(bench: Bench) -> list[Row]:
         *map(matrices, (32, 1, 256)),
         *map(latent_decode, ("32 x 4k", "1 x 32k", "128 x 1k")),
         latent_decode("32 x 4k", VERIFIED),
+        *(delta_nets(*each) for each in ((32, 1), (256, 1), (1, 1024))),
         Row("latent prompt 4096 after 0", lambda: latents.prompt(4096, 0)),
         Row("latent prompt 1024 after 15360", lambda: latents.prompt(1024, 15360)),
         *(adapters(32, num) for num in (1, 8, 32)),
@@ -303,6 +326,7 @@ TINY_ROWS = (
     "decode 32 x 4k, bfloat16",
     "decode 1 x 32k, int4",
     "latent decode 1 x 32k",
+    "delta nets, 1 tokens of 32",
     "prompt 1024 after 0",
     "layer rest",
     "adapters, 32 rows of 8",

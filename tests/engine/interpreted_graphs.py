@@ -43,7 +43,7 @@ from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence
 from tests.models.checkpoints import write_checkpoint
-from tests.models.paging import SMALL, SMALL_LATENT, Tokens, make_batch, new_slab
+from tests.models.paging import SMALL, SMALL_HYBRID, SMALL_LATENT, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -331,6 +331,13 @@ def test_and_with_layers_that_forget_what_left_their_window() -> None:
     prompts = [[*range(3, 60), *range(33)], [5, 7, 5]]
     in_groups = _texts(True, prompts, config, group_layers(config.sliding_windows), 48)
     assert in_groups == _texts(False, prompts, config, None, 48)
+
+
+def test_and_with_recurrent_states() -> None:
+    """A prompt in chunks that begin in a row and behind one; states move to another block."""
+    config = dataclasses.replace(SMALL_HYBRID, num_heads=3, num_kv_heads=1)
+    asked = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5, 7, 5]], config, None, 7
+    assert _texts(True, *asked) == _texts(False, *asked)
 
 
 def _texts_of_ranks(

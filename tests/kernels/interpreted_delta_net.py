@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.kernels.gpu.delta_net import delta_net
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.kernels.recurrent_state import DeltaHeads, StateShape
 from disagg.kernels.torch import delta_net as twin
 from disagg.kv_groups import state_places
 from disagg.models.batch import Batch
+from disagg.models.decoder import Decoder
+from tests.models.paging import SMALL_HYBRID, Tokens, new_slab, run_step
 
 BLOCK_SIZE, NUM_COLUMNS = 4, 8
 # Of each sequence its tokens in the step, and those after it: decodes in a row and at its begin, a
@@ -101,8 +105,10 @@ def test_a_sequence_without_context_is_none() -> None:
     inputs = _inputs(SIZES[0], torch.float32, has_rows=False)
     before = inputs.pages.blocks.clone()
     inputs.batch.context_lens.zero_()
+    inputs.batch.query_start[-1] = 1000  # the last one's tokens end behind all rows
     numbers = inputs.mixed, inputs.decay, inputs.beta, inputs.taps
-    delta_net(*numbers, inputs.pages, 0, inputs.batch)
+    made = delta_net(*numbers, inputs.pages, 0, inputs.batch)
+    assert not made.any()
     assert torch.equal(inputs.pages.blocks, before)
 
 
@@ -116,3 +122,17 @@ def test_nan_stays_in_its_sequence() -> None:
     owner = torch.repeat_interleave(torch.arange(7), inputs.batch.query_start.diff())
     assert made[owner == 3].isnan().any()
     assert torch.equal(made[owner != 3], expected[owner != 3])
+
+
+def test_a_decoder_is_that_of_a_cpu() -> None:
+    """A prompt, a chunk after it, and decodes."""
+    made = []
+    for ops in (None, TritonOps(SMALL_HYBRID.num_heads, 2)):
+        weights = random_weights(SMALL_HYBRID, torch.float32, torch.device("cpu"), seed=2)
+        decoder = Decoder(SMALL_HYBRID, weights, ops)
+        slab = new_slab(SMALL_HYBRID, 16, 8, torch.float32)
+        tokens = Tokens(list(range(40)), [9, 2, 3, 7, 1])
+        for count in (11, 9, 1, 1):
+            run_step(decoder, slab, [(tokens, count)], 8)
+        made.append(torch.stack(tokens.logits))
+    torch.testing.assert_close(made[1], made[0], atol=1e-4, rtol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
+from disagg.kernels.recurrent_state import DeltaHeads
 from disagg.kv_groups import state_places
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
@@ -55,6 +56,16 @@ SMALL_LATENT = replace(
     sliding_windows=(None, None),
     qkv_bias=False,
     qk_norm=False,
+)
+# With recurrent states, and gates of attention.
+SMALL_HYBRID = replace(
+    SMALL,
+    family="Qwen3NextForCausalLM",
+    num_layers=3,
+    sliding_windows=(None,) * 3,
+    delta_layers=(0, 2),
+    delta_heads=DeltaHeads(num_key_heads=1, num_heads=2, key_dim=8, value_dim=6, taps=4),
+    gates_output=True,
 )
 
 

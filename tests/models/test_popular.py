@@ -140,8 +140,6 @@ def checkpoints_table() -> str:
             if isinstance(found, ModelDescription):
                 number = f"{popular.billions:.{3 if popular.billions < 1000 else 4}g}"
                 size, answer = f"{number} billion", "text only" if found.reads_images else "yes"
-                if found.config.states is not None:
-                    answer = "on CPUs"
                 ranks = ", ".join(map(str, possible_ranks(found.config)))
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)

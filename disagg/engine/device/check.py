@@ -206,8 +206,8 @@ def choose(
     if isinstance(description, ModelDescription):
         description = description.within(max_model_len)
         model = description.config
+    check_states(config, model)
     device = choose_device(config)
-    check_states(config, model, device)
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device, share, in_groups=in_groups)
@@ -255,7 +255,7 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_states(config: EngineConfig, model: ModelConfig, device: DeviceType = "cpu") -> None:
+def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise `StartupError` for a setting that is not supported with recurrent states."""
     if model.states is None:
         return
@@ -270,12 +270,6 @@ def check_states(config: EngineConfig, model: ModelConfig, device: DeviceType = 
                 " have a recurrent state; leave it out.",
                 param=param,
             )
-    if device == "cuda":
-        raise StartupError(
-            f"GPUs do not compute {model.family} yet, whose layers with linear attention have a"
-            " recurrent state; set device = 'cpu'.",
-            param="device",
-        )
 
 
 def _cut_columns(model: ModelConfig, share: Share) -> int:

@@ -195,7 +195,9 @@ def _steps_nbytes(
     """Bytes that steps of up to so many sequences and tokens need. num_graphs: of each size."""
     model, itemsize, num_ranks = share.config(stored.config), stored.itemsize, share.num_ranks
     nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens, num_ranks)
-    nbytes += running_nbytes(model, num_seqs, max_model_len)
+    groups = stored.shape.groups
+    num_columns = groups.num_groups * groups.num_rows(max_model_len)
+    nbytes += running_nbytes(model, num_seqs, max_model_len, num_columns)
     if not num_graphs:
         return nbytes
     from disagg.engine.device.step_graphs import graph_sizes  # needs Triton

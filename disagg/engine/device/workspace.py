@@ -17,6 +17,7 @@ LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
 LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
+LAUNCHES_OF_DELTA_NETS = 12  # additional launches of a layer with a recurrent state
 LAUNCHES_OF_WIDE_NORMS = 9  # additional launches of a layer with norms over all heads of q and of k
 CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
 # Query rows of partial results, of a tile of few queries and of a prompt's.
@@ -49,13 +50,18 @@ def step_nbytes(
     return activations + sampling + _partials_nbytes(model) + CUBLAS_NBYTES
 
 
-def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
+def running_nbytes(
+    model: ModelConfig, max_num_seqs: int, max_model_len: int, num_columns: int = 0
+) -> int:
     """Bytes kept for running sequences: the token lists of penalties, and block tables.
 
     Block tables include those of a step. The counts of tokens belong to `SAMPLING_NBYTES`.
+
+    Args:
+        num_columns: of a sequence's block tables, if they are many, as those of recurrent states.
     """
     seen = 4 * (min(max_model_len, model.vocab_size) + 1)
-    blocks = 2 * 4 * -(-max_model_len // LEAST_BLOCK_SIZE)
+    blocks = 2 * 4 * max(num_columns, -(-max_model_len // LEAST_BLOCK_SIZE))
     return max_num_seqs * (seen + blocks)
 
 
@@ -86,6 +92,7 @@ def captured_nbytes(
     launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
     launches_a_layer += LAUNCHES_OF_LATENTS if model.latent else 0
     launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
+    launches_a_layer += LAUNCHES_OF_DELTA_NETS if model.delta_heads else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
 
@@ -114,4 +121,9 @@ def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
     attention = 2 * num_heads * model.head_dim
     if model.latent is not None:  # queries before and after absorption, and values of heads
         attention += 2 * model.num_heads * (model.latent.query_dim + model.latent.value_dim)
+    if model.gates_output:  # q, k and v again without gates, gates, and the product with them
+        attention += (num_heads + 3 * model.num_heads) * model.head_dim
+    if model.delta_heads is not None:  # projections, and gates and products in float32
+        num_values = model.delta_heads.num_heads * model.delta_heads.value_dim
+        attention = max(attention, model.delta_heads.num_channels + 9 * num_values)
     return (4 * model.hidden_size + mlp + attention) * itemsize

@@ -18,6 +18,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
 
 NUM_WARPS = 4  # a thread has 128 numbers of a state of 128 x 128
+_STEP_TENSORS = ["query_start_ptr", "context_lens_ptr", "table_rows_ptr", "tables_ptr"]
 _EPS = tl.constexpr(1e-6)  # of the norms of queries and keys
 
 
@@ -65,7 +66,7 @@ def _keep_last(
         tl.store(kept_ptr + channel * (TAPS - 1) + tap, x.to(tl.float32) + last, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "context_lens_ptr", "tables_ptr"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP_TENSORS)
 def _delta_net_kernel(
     mixed_ptr,
     decay_ptr,
@@ -77,6 +78,7 @@ def _delta_net_kernel(
     context_lens_ptr,
     table_rows_ptr,
     tables_ptr,
+    num_rows,
     token_stride,
     gate_stride,
     table_stride,
@@ -100,7 +102,14 @@ def _delta_net_kernel(
     num_tokens = tl.load(query_start_ptr + sequence + 1) - begin
     length = tl.load(context_lens_ptr + sequence)
     start = length - num_tokens
-    if (num_tokens == 0) | (length == 0):  # a captured graph has more sequences than the step
+    value = tl.arange(0, BLOCK_V)
+    out_ptr += (begin.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + value
+    if length == 0:  # rows of nobody, with which a captured graph is filled up
+        for token in range(tl.minimum(num_tokens, num_rows - begin)):
+            nothing = tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty)
+            tl.store(out_ptr + token * NUM_HEADS * VALUE_DIM, nothing, mask=value < VALUE_DIM)
+        return
+    if num_tokens == 0:
         return
     row = sequence.to(tl.int64)
     if table_rows_ptr is not None:
@@ -146,8 +155,8 @@ def _delta_net_kernel(
         error = v - tl.sum(state * k[:, None], axis=0)
         state += k[:, None] * (tl.load(beta_ptr + gate) * error)[None, :]
         out = tl.sum(state * q[:, None], axis=0)
-        target = ((begin + token).to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + v_channel
-        tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=is_v)
+        target = out_ptr + token * NUM_HEADS * VALUE_DIM
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_v)
 
     tl.debug_barrier()  # the old state, which other lanes have read, may be overwritten
     tl.store(after_ptr + matrix, state, mask=is_value)
@@ -195,6 +204,7 @@ def delta_net(
         batch.context_lens,
         batch.table_rows,
         batch.block_tables,
+        mixed.shape[0],
         mixed.stride(0),
         decay.stride(0),
         batch.block_tables.stride(0),
