@@ -1,12 +1,17 @@
 """Measures what drafts gain: tokens per second of CPU time, with each kind of draft and without.
 
-    python -m bench.speculation [--model demo-large] [--sizes 1 8 32] [--rounds 3] [--tiny]
+    python -m bench.speculation [--model demo-large] [--sizes 1 8 32 256] [--rounds 2] [--tiny]
         [--config '{"method": "draft_model", "model": "demo-small"}']
 
 `--config` is a `--speculative-config` of a method that has a model or layers draft. All kinds run
 on one engine in turns, on one thread, with the same prompts and seeds, and give the same answers
-but for rounding. `tokens` is the mean of a step and a sequence.
-CPU time is that of the engine's thread, so other processes disturb it little.
+but for rounding.
+
+- tokens: the mean of a step and a sequence.
+- gain: tokens per second of CPU time of the engine's thread, over those without. Other processes
+  disturb it little, but by some percent.
+- counted: the same, where steps are counted: each takes what the time model says of its rows. Only
+  the CPU time of drafting itself is measured.
 
 - copy: a text is repeated. code, prose: a text goes on. random: random tokens are continued with
   temperature 1, where no draft should pay.
@@ -19,6 +24,7 @@ import argparse
 import json
 import random
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,6 +39,7 @@ from disagg.blocks import hash_root
 from disagg.config import EngineConfig, SpeculativeConfig, model_path
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.draft_model import DraftModel
+from disagg.engine.device.medusa_drafts import MedusaDrafts
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched import drafting
@@ -41,7 +48,7 @@ from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, Grammar, SamplingParams
 from disagg.models.description import describe_model
-from disagg.time_model import StepTimeFit
+from disagg.time_model import StepFeatures, StepTimeFit
 from disagg.worker.first_steps import first_steps
 
 NUM_TOKENS = 64  # of an answer
@@ -81,6 +88,33 @@ TEXTS = {
 }
 
 
+@dataclass
+class Work:
+    """What a kind of drafts has done in all turns.
+
+    Attributes:
+        num_sequences: the sum of the sequences of all steps.
+        drafting_s: seconds of CPU time beside those of the model's steps.
+    """
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    drafting_s: float = 0.0
+    steps: list[StepFeatures] = field(default_factory=list)
+
+
+class TimedDrafting(Drafting):
+    """Knows how long it took, in seconds of CPU time."""
+
+    spent_s = 0.0
+
+    def propose(self, *args: Any) -> list[Sequence]:
+        began_s = time.thread_time()
+        waiting = super().propose(*args)
+        self.spent_s += time.thread_time() - began_s
+        return waiting
+
+
 class Bench:
     """One engine, and the drafts that it may use."""
 
@@ -92,7 +126,7 @@ class Bench:
             num_threads=1,
             max_model_len=512,
             max_num_seqs=max(sizes),
-            num_gpu_blocks_override=48 * max(sizes),
+            num_gpu_blocks_override=16 * max(sizes),
             enable_prefix_caching=False,
             speculative_config=drafts,
         )
@@ -100,8 +134,8 @@ class Bench:
         self._tokenizer = Tokenizer.from_str(self._model.read_tokenizer())
         self._fit = fit = StepTimeFit(first_steps(self.engine, time.thread_time))
         self.engine.scheduler.step_budget.times = lambda: fit.model
-        model_drafts = self.engine.scheduler.drafting.proposer
-        assert isinstance(model_drafts, DraftModel)
+        self._model_drafts = model_drafts = self.engine.scheduler.drafting.proposer
+        assert isinstance(model_drafts, DraftModel | MedusaDrafts)
         model_drafts._timer = time.thread_time
         model_drafts.measure(max(sizes))
         proposers: dict[str, Proposer | None] = {
@@ -114,16 +148,16 @@ class Bench:
         self._decoder = self.engine.runner.decoder
         self._kept = self._decoder.kept  # as the kind that drafts from states has left it
         self.kinds = {
-            kind: Drafting(budget, vocab_size, proposer) for kind, proposer in proposers.items()
+            kind: TimedDrafting(budget, vocab_size, proposer)
+            for kind, proposer in proposers.items()
         }
         self._numbers = count()
-        self.tokens_a_step: dict[tuple[str, str, int], float] = {}
 
-    def run(self, kind: str, text: str, num_seqs: int) -> float:
-        """Output tokens per second of CPU time."""
+    def run(self, work: Work, kind: str, text: str, num_seqs: int) -> float:
+        """Output tokens per second of CPU time. Adds to what the kind has done."""
         engine = self.engine
         engine.scheduler.drafting = self.kinds[kind]
-        if is_model := isinstance(self.kinds[kind].proposer, DraftModel):
+        if is_model := self.kinds[kind].proposer is self._model_drafts:
             self._decoder.kept = self._kept
         drafting.MAX_FORCED = 0 if kind == "without" else 15
         made = [self._sequence(text, seed) for seed in range(num_seqs)]
@@ -131,16 +165,24 @@ class Bench:
             engine.submit(each)
         while any(each.num_output_tokens < 1 for each in made):
             self._step()
-        began_s, num_steps = time.thread_time(), 0
+        began_s, work.drafting_s = time.thread_time(), work.drafting_s - self.kinds[kind].spent_s
         num_before = sum(each.num_output_tokens for each in made)
         while engine.has_work:
-            num_steps += len(engine.scheduler.running)
+            work.num_sequences += len(engine.scheduler.running)
             self._step()
+            work.steps.append(engine.last_plan.features)
+        seconds = time.thread_time() - began_s
         if is_model:
             self._kept, self._decoder.kept = self._decoder.kept, None
         num_tokens = sum(each.num_output_tokens for each in made) - num_before
-        self.tokens_a_step[kind, text, num_seqs] = num_tokens / num_steps
-        return num_tokens / (time.thread_time() - began_s)
+        work.num_tokens += num_tokens
+        work.drafting_s += self.kinds[kind].spent_s
+        return num_tokens / seconds
+
+    def counted(self, work: Work) -> float:
+        """Tokens per second, where steps take what the time model says now."""
+        steps_s = sum(map(self._fit.model.step_s, work.steps))
+        return work.num_tokens / (steps_s + work.drafting_s)
 
     def _step(self) -> None:
         began_s = time.thread_time()
@@ -175,27 +217,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo-large")
     parser.add_argument("--config", default='{"method": "draft_model", "model": "demo-small"}')
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     sizes, rounds = ([1], 1) if asked.tiny else (asked.sizes, asked.rounds)
     drafts = msgspec.json.decode(asked.config, type=SpeculativeConfig)
     bench = Bench(asked.model, drafts, sizes)
-    for _ in range(WARM_UP):
-        bench.run("without", "prose", max(sizes))
+    for kind in WARM_UP * [*bench.kinds]:  # so that each knows how often its drafts are right
+        bench.run(Work(), kind, "prose", max(sizes))
     rows = []
     for num_seqs in sizes:
         for text in (*TEXTS, "random"):
-            turns = {kind: partial(bench.run, kind, text, num_seqs) for kind in bench.kinds}
-            speeds = take_turns(turns, rounds)
+            works = {kind: Work() for kind in bench.kinds}
+            speeds = take_turns(
+                {kind: partial(bench.run, works[kind], kind, text, num_seqs) for kind in works},
+                rounds,
+            )
+            counted = {kind: bench.counted(work) for kind, work in works.items()}
             row: dict[str, Any] = {"text": text, "sequences": num_seqs}
-            for kind, speed in speeds.items():
-                row[kind] = round(speed, 1)
-            for kind in speeds:
-                if kind != "without":
-                    row[f"{kind} gain"] = round(speeds[kind] / speeds["without"], 2)
-                    row[f"{kind} tokens"] = round(bench.tokens_a_step[kind, text, num_seqs], 2)
+            row["without"] = round(speeds["without"], 1)
+            for kind, work in list(works.items())[1:]:
+                row[f"{kind} tokens"] = round(work.num_tokens / work.num_sequences, 2)
+                row[f"{kind} gain"] = round(speeds[kind] / speeds["without"], 2)
+                row[f"{kind} counted"] = round(counted[kind] / counted["without"], 2)
             rows.append(row)
     print_table(rows)
     finish("speculation", rows, drafts=f"{asked.config} for {Path(asked.model).name}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,19 @@ def test_drafts_beside_adapters(method: str, tmp_path: Path) -> None:
         assert [answer(each) for each in alone] == [answer(each) for each in made[i::3]]
     scheduler = engine.scheduler
     assert scheduler.num_drafted > scheduler.num_accepted > 0
+
+
+def test_what_drafts_cost_is_what_they_took(directory: Path) -> None:
+    """Each look at the clock takes a millisecond, and a draft of three tokens seven looks, of which
+    each of its steps sees one."""
+    config = replace(CONFIG, speculative_config=draft_of(str(directory)))
+    engine = build_engine(config, describe_model(directory))[0]
+    proposer = engine.scheduler.drafting.proposer
+    assert isinstance(proposer, DraftModel)
+    proposer._timer = partial(next, count(0.0, 0.001))
+    proposer.measure(4)
+    run(engine, sequence(None, (5, 6, 7), max_tokens=480))
+    assert 3 * proposer.token_s(1) == pytest.approx(0.007, rel=0.02)
 
 
 def test_a_model_that_fails_drafts_no_more(directory: Path) -> None:

@@ -32,6 +32,10 @@ from disagg.messages import GenerateRequest
 from disagg.time_model import StepFeatures, StepTimeFit, attended
 
 NUM_TIMED = 3  # steps of each size that are timed at the start
+TIMED_PROMPTS = 16, 128  # tokens
+# What is known of the time that drafts take counts for less with each of them, and no stall counts
+# for more than so many times what they should take.
+KEPT, MOST_DEARER = 0.95, 4.0
 
 
 class DraftModel:
@@ -64,26 +68,57 @@ class DraftModel:
         )
         self._timer = timer
         self._times = StepTimeFit()
+        self._took_s = self._expected_s = 1e-9  # of the last drafts, the earlier ones for less
         self._twins: dict[ref[Sequence], Sequence] = {}
         self._failed = WeakSet[Sequence]()
 
     def measure(self, max_num_seqs: int) -> None:
-        """Time steps, from which `token_s` knows what drafts cost. Overwrites blocks."""
+        """Time steps, from which it is known what drafts and prompts cost. Overwrites blocks."""
         for num_seqs in sorted([1, min(8, max_num_seqs), max_num_seqs] * NUM_TIMED):
-            began_s = self._timer()
-            with torch.cuda.stream(self._stream):
-                self._runner.warm_up(1, num_seqs)
             # It computes a prompt of one token, too.
-            seconds = (self._timer() - began_s) * num_seqs / (num_seqs + 1)
+            seconds = self._warm_up_s(1, num_seqs) * num_seqs / (num_seqs + 1)
             self._times.observe(StepFeatures(0, 0, num_seqs, num_seqs), seconds)
+        for num_tokens in TIMED_PROMPTS * NUM_TIMED:
+            num_tokens = min(num_tokens, self._runner.max_model_len - 1)
+            seconds = self._warm_up_s(num_tokens, 1) - self._times.model.decode_step_s(1, 1)
+            self._times.observe(StepFeatures(num_tokens, attended(num_tokens, 0)), seconds)
+
+    def _warm_up_s(self, num_tokens: int, num_seqs: int) -> float:
+        began_s = self._timer()
+        with torch.cuda.stream(self._stream):
+            self._runner.warm_up(num_tokens, num_seqs)
+        return self._timer() - began_s
 
     def token_s(self, num_sequences: int) -> float:
-        return self._times.model.decode_step_s(num_sequences, 0)
+        return self._dearer * self._times.model.decode_step_s(num_sequences, 0)
+
+    def entry_s(self, sequence: Sequence) -> float:
+        return self._dearer * self._times.model.prefill_s(self._num_missing(sequence))
+
+    @property
+    def _dearer(self) -> float:
+        """What drafts took lately over what their steps should: the host's part, and the tokens by
+        which sequences are behind."""
+        return self._took_s / self._expected_s
+
+    def _said_s(self, limits: Mapping[Sequence, int]) -> float:
+        """What the steps of drafts should take."""
+        times, most = self._times.model, max(limits.values())
+        prompts_s = sum([times.prefill_s(self._num_missing(each)) for each in limits])
+        nums = [sum([limit > place for limit in limits.values()]) for place in range(most)]
+        return prompts_s + sum([times.decode_step_s(num, 0) for num in nums])
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        """Tokens of a sequence's prompt that must be computed before its next draft."""
+        twin = self._twins.get(ref(sequence))
+        num_known = 0 if twin is None else twin.num_computed
+        num_missing = len(sequence.tokens) - self._begin(sequence) - num_known
+        return num_missing if num_missing > MAX_FORCED else 0
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
         if not limits:
             return
-        began_s = self._timer()
+        began_s, said_s = self._timer(), self._said_s(limits)
         self._let_go([each for each in self._twins if each() is None])
         twins = {each: self._follow(each) for each in limits if each not in self._failed}
         drafting = self._with_blocks({twin: limits[each] for each, twin in twins.items()})
@@ -96,7 +131,10 @@ class DraftModel:
                 budget = len(drafting)  # nothing is missing any more
         except SequencesFailed as failed:
             self._failed.update(each for each, twin in twins.items() if twin in failed.errors)
-        self.spent_s += self._timer() - began_s
+        took_s = self._timer() - began_s
+        self.spent_s += took_s
+        self._took_s = KEPT * self._took_s + min(took_s, MOST_DEARER * said_s)
+        self._expected_s = KEPT * self._expected_s + said_s
         for each, twin in twins.items():
             if twin in begins:
                 yield each, tuple(twin.tokens[begins[twin] :])

@@ -30,9 +30,9 @@ from disagg.kernels.uploads import upload
 from disagg.models.batch import Batch
 from disagg.models.heads import HeadDecoder
 
-# After so many steps without a draft the model keeps no states. A sequence that had begun before it
-# kept them again has a draft when there are states of so many tokens.
-STEPS_TO_REST, NUM_STATES = 32, 16
+# When it was asked for no draft so many times in a row, the model keeps no states. A sequence that
+# had begun before it kept them again has a draft when there are states of so many tokens.
+TIMES_TO_REST, NUM_STATES = 2, 16
 
 
 class HeadRunner(ModelRunner):
@@ -66,7 +66,7 @@ class HeadDrafts(DraftModel):
         self._head, self._of_head = runner.decoder, runner
         self._kept, self._whole = kept, whole
         self._rows: dict[Sequence, int] = {}  # of the last step: the last row of each twin
-        self._num_idle = 0  # steps without a draft
+        self._num_idle = 0  # times that no draft was asked for, in a row
         # Where those begin that had KV when the model began to keep states again.
         self._begins = WeakKeyDictionary[Sequence, int]()
 
@@ -75,7 +75,7 @@ class HeadDrafts(DraftModel):
         if limits and self._whole.decoder.kept is None:
             self._wake()
         # What a captured graph does is fixed.
-        elif self._num_idle >= STEPS_TO_REST and self._whole.graphs is None:
+        elif self._num_idle >= TIMES_TO_REST and self._whole.graphs is None:
             self._whole.decoder.kept = None
         if not limits:
             return

@@ -55,6 +55,9 @@ class MedusaDrafts:
     def token_s(self, num_sequences: int) -> float:
         return self._times.model.decode_step_s(num_sequences, 0)
 
+    def entry_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
         began_s, kv_slots = self._timer(), self._whole.batching.kv_slots
         # What joined behind its prompt has no state yet.

@@ -25,7 +25,7 @@ from disagg.engine.sched.trials import Trials
 
 MAX_FORCED = 15  # tokens; with the one before them they are a tile of attention
 
-NUM_CALM = 7  # steps after which it is computed again whether drafts pay
+NUM_CALM = 15  # steps after which it is computed again whether drafts pay
 
 
 class Proposer(Protocol):
@@ -44,11 +44,15 @@ class Proposer(Protocol):
         """Seconds that proposing one token more takes for so many sequences together."""
         ...
 
+    def entry_s(self, sequence: Sequence) -> float:
+        """Seconds that it takes before the first draft of a sequence, to compute its prompt."""
+        ...
+
     def propose(self, limits: Mapping[Sequence, int]) -> Iterable[tuple[Sequence, tuple[int, ...]]]:
         """Drafts of at most so many tokens for these sequences, or for some of them.
 
-        It is called in each step. If often with no sequence, the proposer may rest, and may need
-        some more steps before it proposes again.
+        If it is called with no sequence a few times in a row, which is not in each step, the
+        proposer may rest, and may need some more steps before it proposes again.
         """
         ...
 
@@ -95,7 +99,10 @@ class Drafting:
         Returns:
             Those under way for which a draft pays that cannot be made before the step is read.
         """
-        proposer = self.proposer
+        proposer, is_calm = self.proposer, self._num_calm > 0
+        self._num_calm -= is_calm
+        if is_calm and self._trials.sequence is None:  # looking costs time, too
+            proposer = None
         if proposer is None:  # one answer with a grammar costs the others nothing
             running = [each for each in running if each.grammar_state is not None]
             if not running:
@@ -113,7 +120,7 @@ class Drafting:
                 others.append(sequence)
         if proposer is None or not others:
             return []
-        limits = self._limits(proposer, others, len(running), num_context)
+        limits = {} if is_calm else self._limits(proposer, others, len(running), num_context)
         trial = None if limits else self._trials.sequence
         if trial is not None:
             self._trials.step()
@@ -169,15 +176,17 @@ class Drafting:
         """How many tokens to propose for each sequence; only those for which some pay."""
         if self._step_budget.times is None:
             return dict.fromkeys(sequences, proposer.num_tokens)
-        if self._num_calm:  # drafts did not pay in the last steps: looking costs time, too
-            self._num_calm -= 1
-            return {}
         times = self._step_budget.times()
         gained, step_s = float(num_decodes), times.decode_step_s(num_decodes, num_context)
         for each in sequences:
             if each.acceptance is None:
                 each.acceptance = Acceptance(self._of_all)
-        drafted = [(each, each.acceptance.chances) for each in sequences if each.acceptance]
+        token_s = times.per_sequence_s + proposer.token_s(len(sequences)) / len(sequences)
+        drafted = [
+            (each, each.acceptance.chances)
+            for each in sequences
+            if each.acceptance and _is_worth_its_entry(proposer, each, step_s / gained, token_s)
+        ]
         limits: dict[Sequence, int] = {}
         for place in range(proposer.num_tokens):
             least = times.per_sequence_s * gained / step_s
@@ -190,12 +199,34 @@ class Drafting:
             limits.update((sequence, place + 1) for sequence, _ in drafted)
         if not limits:
             self._num_calm = NUM_CALM
-            self._trials.begin(sequences, (NUM_CALM + 1) * step_s, step_s / num_decodes)
+            draft_s = step_s / num_decodes + proposer.num_tokens * times.per_sequence_s
+            self._trials.begin(sequences, (NUM_CALM + 1) * step_s, draft_s)
             return {}
         for each in sequences:
             if each.acceptance is not None and each not in limits:
                 each.acceptance.rest()
         return limits
+
+
+def _is_worth_its_entry(
+    proposer: Proposer, sequence: Sequence, gained_s: float, token_s: float
+) -> bool:
+    """Whether drafts probably gain more than the first one costs before it is made.
+
+    Nobody knows how long an answer will be. It is believed to go on for as long as it has lasted.
+
+    Args:
+        gained_s: what a token that is right is worth.
+        token_s: what it takes to make and verify one.
+    """
+    entry_s, acceptance = proposer.entry_s(sequence), sequence.acceptance
+    if not entry_s or acceptance is None:
+        return True
+    num_tokens = len(sequence.tokens)
+    num_steps = min(num_tokens - sequence.num_prompt_tokens, sequence.max_num_tokens - num_tokens)
+    chances = acceptance.chances[: proposer.num_tokens]
+    step_gain_s: float = sum([max(0.0, chance * gained_s - token_s) for chance in chances])
+    return num_steps * step_gain_s > entry_s
 
 
 def _forced(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:

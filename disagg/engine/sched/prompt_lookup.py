@@ -60,6 +60,9 @@ class PromptLookup:
     def token_s(self, num_sequences: int) -> float:
         return 0.0
 
+    def entry_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
         return ((sequence, self.draft(sequence)[:limit]) for sequence, limit in limits.items())
 

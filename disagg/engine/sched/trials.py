@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sched.sequence import Sequence
 
-SHARE = 0.01  # of the time that all trials together may take
+SHARE = 0.005  # of the time that all trials together may take
 NUM_STEPS = 32  # after which a trial ends without a draft
 
 
@@ -24,18 +24,18 @@ class Trials:
         self._calm_s = 0.0
         self._num_begun, self._num_left = 0, 0
 
-    def begin(self, sequences: SequenceOf[Sequence], calm_s: float, token_s: float) -> None:
+    def begin(self, sequences: SequenceOf[Sequence], calm_s: float, least_s: float) -> None:
         """Begin a trial if it is time.
 
         Args:
             calm_s: seconds without a draft since the last call.
-            token_s: seconds that a token takes without drafts: a trial may cost one.
+            least_s: seconds that a trial takes, beside those of making its draft.
         """
         self._calm_s += calm_s
         if self.sequence is None and SHARE * self._calm_s >= self.cost_s:
             self.sequence = sequences[self._num_begun % len(sequences)]
             self._num_begun, self._num_left = self._num_begun + 1, NUM_STEPS
-            self._calm_s, self.cost_s = 0.0, token_s
+            self._calm_s, self.cost_s = 0.0, least_s
 
     def step(self) -> None:
         """Count a step. The last one ends the trial."""

@@ -120,7 +120,7 @@ def test_the_model_keeps_no_states_for_a_head_that_rests(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the head is tried again, it sees the sequence from there on."""
-    monkeypatch.setattr(trials, "SHARE", 0.02)  # a trial in 50 steps
+    monkeypatch.setattr(trials, "SHARE", 0.1)  # a trial in 50 steps
     head = write_eagle3(tmp_path, directory)
     asked = SpeculativeConfig(method="eagle3", model=str(head))
     engine = build_engine(replace(CONFIG, speculative_config=asked), describe_model(directory))[0]

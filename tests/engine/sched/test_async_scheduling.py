@@ -361,6 +361,9 @@ class Smaller:
     def __init__(self, outputs: dict[Sequence, list[int]]) -> None:
         self._outputs = outputs
 
+    def entry_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def token_s(self, num_sequences: int) -> float:
         return 0.0
 

@@ -312,6 +312,9 @@ class Right:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
+    def entry_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def token_s(self, num_sequences: int) -> float:
         return 0.0
 
