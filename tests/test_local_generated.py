@@ -1,6 +1,6 @@
 """Requests of generated fields, many at once, at an engine of a real (tiny) model.
 
-The first 2,500 of 10,000, all of which `make test-bench` has. Its tokenizer has tokens more than
+The first 1,000 of 10,000, all of which `make test-bench` has. Its tokenizer has tokens more than
 the model has rows. Each request is answered or refused, and the engines live.
 """
 
@@ -18,7 +18,7 @@ from tests.grids import IS_WHOLE
 from tests.test_local import chat, cluster, text
 from tests.test_local_vocabulary import AT_LIMITS, BASES, BEYOND, changes, with_tokens
 
-NUM_REQUESTS = 10_000 if IS_WHOLE else 2_500
+NUM_REQUESTS = 10_000 if IS_WHOLE else 1_000
 NUM_AT_ONCE = 24
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}, True]}}}
 SCHEMAS: list[Any] = [

@@ -6,6 +6,7 @@ import ctypes
 import random
 import time
 from collections.abc import Callable
+from itertools import count
 
 from disagg.kvtransfer.slab import Slab
 from disagg.store.block_copier import ThreadCopier
@@ -34,7 +35,7 @@ def wait(copier: ThreadCopier, num_saved: int, num_loaded: int) -> list[float]:
 def test_blocks_go_out_and_come_back() -> None:
     cache = slab(8, lambda i: bytes([i]) * NBYTES)
     host = slab(8, lambda i: b"\xff" * NBYTES)
-    copier = ThreadCopier(cache, host, time.perf_counter)
+    copier = ThreadCopier(cache, host, count().__next__)
     order = list(range(8))
     random.Random(0).shuffle(order)
     copier.save([(i, slot) for slot, i in enumerate(order[:5])])
@@ -47,7 +48,7 @@ def test_blocks_go_out_and_come_back() -> None:
     copier.load([(slot, i) for slot, i in enumerate(order[:5])])
     copier.load([(7, order[5])])
     seconds = wait(copier, 0, 2)
-    assert len(seconds) == 2 and min(seconds) >= 0.0
+    assert seconds == [1.0, 1.0]
     kept = {i: bytes([i]) * NBYTES for i in order[:6]}
     assert {i: block(cache, i) for i in range(8)} == dict.fromkeys(
         range(8), b"\xdd" * NBYTES
@@ -57,7 +58,7 @@ def test_blocks_go_out_and_come_back() -> None:
 
 def test_it_ends_with_copies_in_its_queue() -> None:
     cache, host = slab(64, lambda i: bytes(NBYTES)), slab(64, lambda i: bytes(NBYTES))
-    copier = ThreadCopier(cache, host, time.perf_counter)
+    copier = ThreadCopier(cache, host, count().__next__)
     for _ in range(200):
         copier.save([(i, i) for i in range(64)])
     copier.close()
