@@ -12,12 +12,14 @@ struct Attended {
   Rows out;         // [num_tokens, num_heads * head_dim]
   const Sequence* sequences;
   int32_t num_tokens, num_sequences, num_heads, num_kv_heads, num_vectors, head_dim;
-  int32_t layer;
+  LayerPlace place;
   int32_t window;       // positions that a token sees, itself included; 0: all
   const float* sinks;   // [num_heads]; null: none
   float scale, cap;     // a score is cap * tanh(product * scale / cap); cap 0: product * scale
 
   int group() const { return num_heads / num_kv_heads; }
+  // The blocks that a sequence has of the layer.
+  const int32_t* blocks(const Sequence& sequence) const { return sequence.blocks + place.table; }
   const bf16* head(int64_t token, int index) const {
     return qkv + (token * (num_heads + num_vectors * num_kv_heads) + index) * head_dim;
   }

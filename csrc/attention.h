@@ -18,7 +18,7 @@ class Attention {
     int64_t num_items = 0, num_parts = 0;
     for (int i = 0; i < given.num_sequences; ++i) num_items += items_of(given.sequences[i], num_parts);
     num_parts *= given.num_kv_heads;
-    if (!own_.hold(num_threads) || !items_.hold(num_items) || !slots_.hold(given.num_tokens) ||
+    if (!own_.hold(num_threads) || !items_.hold(num_items) || !sequences_.hold(given.num_tokens) ||
         !partials_.hold(num_parts * given.group() * (given.head_dim + 2)) || !arrived_.hold(num_parts))
       return false;
     for (int64_t i = 0; i < num_parts; ++i) new (arrived_.get() + i) std::atomic<int>(0);
@@ -32,7 +32,8 @@ class Attention {
         return false;
     }
     num_items_ = num_parts_ = 0;
-    for (int i = 0; i < given.num_sequences; ++i) take_slots(given.sequences[i]);
+    for (const Sequence* each = given.sequences; each < given.sequences + given.num_sequences; ++each)
+      for (int token = each->start; token < each->end; ++token) sequences_.get()[token] = each;
     for (const bool is_alone : {false, true})  // the longest items first
       for (int i = 0; i < given.num_sequences; ++i)
         if (bool(given.sequences[i].is_alone) == is_alone) list(given.sequences[i]);
@@ -40,19 +41,22 @@ class Attention {
   }
 
   // One thread calls it, while no thread computes attention.
-  void set_layer(int layer, int window) {
-    given_.layer = layer;
+  void set_layer(const LayerPlace& place, int window) {
+    given_.place = place;
     given_.window = window;
   }
 
-  int position(int token) const { return slots_.get()[token].position; }
+  int position(int token) const { return sequences_.get()[token]->position(token); }
 
   // Stores the keys and values of a token in the cache.
-  void write(int layer, int token) {
+  void write(int token) {
+    const int position = this->position(token), size = cache_.block_size;
+    const int64_t block = given_.blocks(*sequences_.get()[token])[position / size];
     for (int vector = 0; vector < given_.num_vectors; ++vector)
       for (int kv_head = 0; kv_head < given_.num_kv_heads; ++kv_head)
-        cache_.put(slots_.get()[token].slot, layer, Half(vector), kv_head, given_.head_dim,
-                   given_.head(token, given_.num_heads + vector * given_.num_kv_heads + kv_head));
+        cache_.write(cache_.page(block, given_.place.layer, Half(vector), kv_head), position % size,
+                     given_.head_dim,
+                     given_.head(token, given_.num_heads + vector * given_.num_kv_heads + kv_head));
   }
 
   int num_items() const { return num_items_ * given_.num_kv_heads; }
@@ -76,10 +80,6 @@ class Attention {
     int32_t chunk;
     int64_t part;  // the place of the token's first chunk among the chunks of all; -1: no chunk
   };
-  struct Slot {
-    int32_t position;
-    int64_t slot;
-  };
   struct Own {  // the memory of one thread
     Buffer<float> scores;
     Buffer<bf16> widened;
@@ -93,15 +93,6 @@ class Attention {
     if (!sequence.is_alone) return num_tokens / TileAttention::queries_of_item(given_) + 1;
     num_parts += num_tokens * chunks_of(sequence.context_len);
     return num_tokens * chunks_of(sequence.context_len);
-  }
-
-  // Finds where its vectors are stored.
-  void take_slots(const Sequence& sequence) {
-    for (int token = sequence.start; token < sequence.end; ++token) {
-      const int position = sequence.position(token), size = cache_.block_size;
-      const int64_t block = sequence.blocks[position / size];
-      slots_.get()[token] = {position, block * size + position % size};
-    }
   }
 
   void list(const Sequence& sequence) {
@@ -128,7 +119,7 @@ class Attention {
     const int start = item.chunk * CHUNK, stop = start + CHUNK;
     if (item.chunk < first) return;  // beyond the window
     auto part = [&](int chunk) { return partial((item.part + chunk) * given_.num_kv_heads + kv_head); };
-    attend_chunk(given_, cache_, item.sequence->blocks, item.begin, kv_head,
+    attend_chunk(given_, cache_, given_.blocks(*item.sequence), item.begin, kv_head,
                  start > begin ? start : begin, stop < end ? stop : end, own.scores.get(),
                  own.widened.get(), part(item.chunk));
     std::atomic<int>& arrived = arrived_.get()[item.part * given_.num_kv_heads + kv_head];
@@ -148,7 +139,7 @@ class Attention {
   KVPages cache_{};
   PerThread<Own> own_;
   Buffer<Item> items_;
-  Buffer<Slot> slots_;
+  Buffer<const Sequence*> sequences_;  // of each token
   Buffer<float> partials_;
   Buffer<std::atomic<int>> arrived_;  // chunks that are done
   int64_t num_items_ = 0, num_parts_ = 0;

@@ -106,13 +106,7 @@ struct KVPages {
     return reinterpret_cast<const float*>(page + scales_offset) + offset;
   }
 
-  // Stores a token's vector in its slot, block * block_size + offset.
-  void put(int64_t slot, int layer, Half half, int kv_head, int head_dim, const bf16* vector) const {
-    write(page(slot / block_size, layer, half, kv_head), static_cast<int>(slot % block_size),
-          head_dim, vector);
-  }
-
- private:
+  // Stores the vector of a token that is at `offset` in its block.
   void write(uint8_t* page, int offset, int head_dim, const bf16* vector) const {
     uint8_t* to = page + offset * vector_nbytes(head_dim);
     if (format == BFLOAT16) {
@@ -132,6 +126,7 @@ struct KVPages {
     }
   }
 
+ private:
   static void store_bytes(uint8_t* to, __m128i bytes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
   }

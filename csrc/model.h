@@ -33,15 +33,22 @@ struct Sequence {
   // Whether each token reads keys alone: a decode, or the tokens of a draft, which then have the
   // results that they would have one by one.
   int32_t is_alone;
-  const int32_t* blocks;
+  const int32_t* blocks;  // block tables of all groups of layers, one after the other
 
   int position(int token) const { return context_len - (end - token); }
+};
+
+// Where the KV of a layer is (`disagg/kv_groups.py`).
+struct LayerPlace {
+  int32_t table;  // where the block table of the layer's group begins in `Sequence::blocks`
+  int32_t layer;  // the layer's number in the blocks of the group
 };
 
 struct Batch {
   const int64_t* token_ids;    // [num_tokens]
   const bf16* states;          // [num_tokens, hidden], of another model, if this one needs them
   const Sequence* sequences;   // in the order of their tokens
+  const LayerPlace* places;    // [num_layers]
   const int64_t* logits_rows;  // [num_logits]: tokens that are computed after the last attention
   bf16* hidden;   // [num_logits, hidden]: their states after the last norm; null: not needed
   bf16* made;     // the same before it

@@ -178,14 +178,14 @@ inline void attend_chunk(const Attended& given, const KVPages& cache, const int3
     }
     if (position >= end) return;
     const int64_t vector_nbytes = cache.vector_nbytes(dim);
-    const uint8_t* from = cache.page(blocks[position / cache.block_size], given.layer, half, kv_head) +
+    const uint8_t* from = cache.page(blocks[position / cache.block_size], given.place.layer, half, kv_head) +
                           position % cache.block_size * vector_nbytes;
     for (int64_t i = 0; i < count * vector_nbytes; i += 64)
       _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
   };
   // Calls work(vectors, scales or null, first score, count) for runs of up to 16 keys or values.
   auto for_runs = [&](Half half, auto&& work) {
-    cache.for_runs(blocks, given.layer, half, kv_head, begin, end, KEYS_AT_ONCE,
+    cache.for_runs(blocks, given.place.layer, half, kv_head, begin, end, KEYS_AT_ONCE,
                    [&](const uint8_t* page, int offset, int position, int count) {
                      if (POSITIONS_AHEAD > 0) bring_closer(half, position + POSITIONS_AHEAD, count);
                      work(cache.widened(page, offset, count, dim, widened),

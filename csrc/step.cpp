@@ -395,7 +395,7 @@ class Step {
   // Rotates the heads of queries and keys (RoPE), and stores keys and values in their slots.
   void turn_and_write(int index, int row) {
     const Layer& layer = layers_.get()[index];
-    if (row == 0) attention_.set_layer(index, layer.window);
+    if (row == 0) attention_.set_layer(batch_.places[index], layer.window);
     const int dim = model_.head_dim;
     bf16* heads = qkv_.get() + int64_t(row) * qkv_size();
     const bf16* rope = model_.rope + int64_t(attention_.position(row)) * 2 * dim;
@@ -404,7 +404,7 @@ class Step {
       norm_rope(at, layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim, model_.eps, rope,
                 dim, at);
     }
-    attention_.write(index, row);
+    attention_.write(row);
   }
 
   // A token whose logits are needed.
@@ -445,7 +445,7 @@ class AttentionCall {
   // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
-    member.phase(given_.num_tokens, [&](int token) { attention_.write(given_.layer, token); });
+    member.phase(given_.num_tokens, [&](int token) { attention_.write(token); });
     member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
   }
 
@@ -470,7 +470,7 @@ Kept* made(const Given&... given) {
 extern "C" {
 
 // The version, which must change with the structures and functions.
-int32_t disagg_step_version() { return 13; }
+int32_t disagg_step_version() { return 14; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }

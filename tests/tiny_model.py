@@ -48,6 +48,7 @@ def write_tiny_model(
     seed: int = 10,
     inner: int = 1536,
     has_experts: bool = False,
+    window: int | None = None,
 ) -> Path:
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
@@ -56,6 +57,7 @@ def write_tiny_model(
 
     Args:
         inner: width of an MLP; a narrow one is enough where nothing is routed.
+        window: what the second layer sees, so that its KV is a group of its own; None: all.
     """
     directory.mkdir(parents=True, exist_ok=True)
     end_id = write_tiny_tokenizer(directory)
@@ -77,6 +79,7 @@ def write_tiny_model(
         "tie_word_embeddings": True,
         "eos_token_id": end_id,
         **(EXPERTS if has_experts else {}),
+        **(windowed(window) if window is not None else {}),
     }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
@@ -85,6 +88,12 @@ def write_tiny_model(
         _tiny_weights(seed, inner, has_experts), directory / "model.safetensors", {"format": "pt"}
     )
     return directory
+
+
+def windowed(window: int) -> dict[str, Any]:
+    """Keys of config.json with which only the first of two layers sees all."""
+    kinds = ["full_attention", "sliding_attention"]
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
 
 def write_module(directory: Path, kind: str, **settings: Any) -> None:
@@ -159,9 +168,9 @@ def tiny_parts() -> Callable[..., Parts]:
     return build
 
 
-def write_tiny_adapters(place: Path, names: Iterable[str]) -> Path:
+def write_tiny_adapters(place: Path, names: Iterable[str], window: int | None = None) -> Path:
     """A model `tiny`, adapters with these names, and the model with each of them merged."""
-    write_tiny_model(place / "tiny")
+    write_tiny_model(place / "tiny", window=window)
     for seed, name in enumerate(names):
         write_tiny_adapter(place / name, place / f"merged-{name}", place / "tiny", seed=seed)
     return place

@@ -183,17 +183,25 @@ class KVPages:
 
 
 def clear_begun_blocks(
-    kv_cache: KVPages, block_tables: Tensor, context_lens: Sequence[int], query_lens: Sequence[int]
+    kv_cache: KVPages,
+    block_tables: Tensor,
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    num_groups: int = 1,
 ) -> None:
     """Zero the blocks that a step begins and does not fill, before it writes.
 
     Others read whole blocks and mask their unwritten ends, but a NaN that an earlier owner left
     there would survive the mask (0 * NaN is NaN).
+
+    Args:
+        block_tables: [num_seqs, num_groups * columns], those of `num_groups` groups of layers.
     """
     size = kv_cache.values.shape[4]
     for row, (length, new) in enumerate(zip(context_lens, query_lens, strict=True)):
         if 0 < length % size <= new:
-            kv_cache.blocks[int(block_tables[row, length // size])] = 0
+            for tables in block_tables[row].chunk(num_groups):
+                kv_cache.blocks[int(tables[length // size])] = 0
 
 
 def pages_of(

@@ -418,7 +418,7 @@ class CpuDecoder(Decoder):
         paging: Paging | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        if not self._knows(batch, kv_cache):
+        if not self._knows(batch):
             return super().forward(batch, kv_cache, paging, logits)
         computed = self.step.run(batch, kv_cache, self._kept_layers)
         self._keep(batch)
@@ -426,18 +426,17 @@ class CpuDecoder(Decoder):
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
-        if not self._knows(batch, kv_cache):
+        if not self._knows(batch):
             return super().hidden(batch, kv_cache, paging)
         computed = self.step.hidden(batch, kv_cache, self._kept_layers)
         self._keep(batch)
         return computed
 
-    def _knows(self, batch: Batch, kv_cache: KVPages) -> bool:
-        """The program knows no adapters, one block table a sequence, and states before layers
-        or of rows with logits."""
+    def _knows(self, batch: Batch) -> bool:
+        """The program knows no adapters, and states only before layers or of rows with logits."""
         kept = self.kept
         knows_states = kept is None or kept.of_rows or len(self._layers) not in kept.layers
-        return batch.adapters is None and kv_cache.num_groups == 1 and knows_states
+        return batch.adapters is None and knows_states
 
     @property
     def _kept_layers(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from disagg.engine.device.build import build_engine
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
 from disagg.errors import StartupError
 from disagg.kv_groups import one_group
 from disagg.messages import GenerateRequest, SamplingParams
@@ -33,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral-sliding": {},
     "olmo3": {},
     "phi3-sliding": {},
+    "qwen3-mixed-windows": {},  # which a compiled step computes in bfloat16
 }
 STATES: dict[str, dict[str, Any]] = {"qwen3-next": {}, "qwen3-next-odd": {}}
 
@@ -64,7 +66,12 @@ def new_engine(checkpoint: Checkpoint, **changes: Any) -> tuple[Engine, KVCache]
 
 
 def new_sequence(
-    name: str, prompt: list[int], output: tuple[int, ...] = (), *, hand_over: bool = False
+    name: str,
+    prompt: list[int],
+    output: tuple[int, ...] = (),
+    *,
+    hand_over: bool = False,
+    logprobs: int | None = None,
 ) -> Sequence:
     root, tokens = hash_root("test", SIZE), [*prompt, *output]
     request = GenerateRequest(
@@ -74,7 +81,9 @@ def new_sequence(
         num_prompt_tokens=len(prompt),
         hash_root=root,
         block_hashes=tuple(hash_blocks(root, tokens, SIZE)),
-        sampling=SamplingParams(max_tokens=NUM_NEW, temperature=0.0),
+        sampling=SamplingParams(
+            max_tokens=NUM_NEW, temperature=0.0, logprobs=logprobs, prompt_logprobs=logprobs
+        ),
         deadline_unix_s=1e12,
     )
     return Sequence(request, hand_over=hand_over)
@@ -85,13 +94,15 @@ def drawn(num_tokens: int, seed: int = 5) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def run(engine: Engine, *sequences: Sequence) -> None:
+def run(engine: Engine, *sequences: Sequence) -> list[TokenEvent]:
+    events: list[TokenEvent] = []
     for sequence in sequences:
         engine.submit(sequence)
     while engine.has_work:
-        engine.step()
+        events += engine.step()
         engine.check(())
     assert engine.pool.num_free == engine.pool.num_blocks
+    return events
 
 
 def assert_greedy(checkpoint: Checkpoint, *sequences: Sequence, within: float = 1e-4) -> None:
@@ -174,16 +185,18 @@ def test_what_is_not_supported_with_recurrent_states_is_refused(
 def test_bfloat16_is_as_with_one_group(
     checkpoint: Checkpoint, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled attention of prompts, where this machine has it, finds its blocks too."""
+    """So are the compiled step and compiled attention, where this machine has them: they find the
+    blocks of each layer, so that no log-probability differs in a bit."""
     settings = {"dtype": "bfloat16", "kv_cache_dtype": format}
     prompts = drawn(150), drawn(70, 6)
 
-    def answers() -> list[list[int]]:
+    def logprobs() -> list[object]:
         engine, _ = new_engine(checkpoint, **settings)
-        sequences = [new_sequence(str(len(each)), each) for each in prompts]
-        run(engine, *sequences)
-        return [each.tokens for each in sequences]
+        sequences = [new_sequence(str(len(each)), each, logprobs=3) for each in prompts]
+        events = run(engine, *sequences)
+        assert len(events) == NUM_NEW * len(prompts)
+        return [*(each.logprobs for each in events), *(each.prompt_logprobs for each in sequences)]
 
-    in_groups = answers()
+    in_groups = logprobs()
     monkeypatch.setattr(check, "group_layers", lambda windows: one_group(len(windows)))
-    assert answers() == in_groups
+    assert logprobs() == in_groups

@@ -28,7 +28,7 @@ from disagg.engine.device.memory_plan import (
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
-from disagg.kv_groups import LayerGroups, group_layers
+from disagg.kv_groups import group_layers
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.draft_layers import (
     DraftLayers,
@@ -37,7 +37,7 @@ from disagg.models.draft_layers import (
     medusa_heads,
     mtp_layer,
 )
-from disagg.models.model_config import ModelConfig, not_compiled
+from disagg.models.model_config import ModelConfig
 from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
 
@@ -301,19 +301,7 @@ def _choose_shape(
     if config.quantization is not None:
         # Quantised weights compute other KV than the original ones, and GPUs round differently.
         fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
-    layers = _layer_groups(model.config, device) if in_groups else None
+    # Where layers have states, `KVShape` knows how many blocks a state needs.
+    in_groups &= model.config.states is None
+    layers = group_layers(model.config.sliding_windows) if in_groups else None
     return KVShape.from_model(model.config, fingerprint, block_size, format, share, layers)
-
-
-def _layer_groups(model: ModelConfig, device: DeviceType) -> LayerGroups | None:
-    """The groups of layers that have blocks of their own; None: all layers share blocks, and keep
-    them for all tokens.
-
-    The compiled step of CPUs reads one block table a sequence, and its speed is worth more there.
-    """
-    if model.states is not None:
-        return None  # `KVShape` knows how many blocks a state needs
-    is_mixed = len(set(model.sliding_windows)) > 1
-    if device == "cpu" and is_mixed and not not_compiled(model):
-        return None
-    return group_layers(model.sliding_windows)

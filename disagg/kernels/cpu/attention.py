@@ -48,6 +48,12 @@ class _Sequence(Structure):
     )
 
 
+class LayerPlace(Structure):
+    """`LayerPlace` of csrc/model.h."""
+
+    _fields_ = (("table", c_int32), ("layer", c_int32))
+
+
 class _Attended(Structure):
     """`Attended` of csrc/attended.h."""
 
@@ -63,7 +69,7 @@ class _Attended(Structure):
         ("num_kv_heads", c_int32),
         ("num_vectors", c_int32),
         ("head_dim", c_int32),
-        ("layer", c_int32),
+        ("place", LayerPlace),
         ("window", c_int32),
         ("sinks", c_void_p),
         ("scale", c_float),
@@ -84,16 +90,20 @@ class Sequences:
 
 
 def plan_sequences(
-    batch: PagedBatch, kv_cache: KVPages, begins_of_drafts: Container[int] = ()
+    batch: PagedBatch,
+    kv_cache: KVPages,
+    begins_of_drafts: Container[int] = (),
+    num_groups: int = 1,
 ) -> Sequences:
     """Describe the sequences of a step, and clear the blocks that it begins. Once per step.
 
     Args:
+        batch: has the block tables of so many groups of layers, one after the other.
         begins_of_drafts: has the row of a sequence's first token if all its tokens but that are of
             a draft, and few.
     """
     tables = batch.block_tables
-    clear_begun_blocks(kv_cache, tables, batch.context_lens_host, batch.query_lens)
+    clear_begun_blocks(kv_cache, tables, batch.context_lens_host, batch.query_lens, num_groups)
     assert tables.dtype == torch.int32 and tables.stride(1) == 1
     fields = (_Sequence * len(batch.query_lens))()
     address, stride = tables.data_ptr(), tables.stride(0) * tables.itemsize
@@ -202,7 +212,7 @@ class CpuPaging:
             num_kv_heads=num_kv_heads,
             num_vectors=kv_cache.num_vectors,
             head_dim=head_dim,
-            layer=kv_cache.places[layer][1],
+            place=LayerPlace(0, kv_cache.places[layer][1]),
             window=window or 0,
             sinks=None if sinks is None else sinks.data_ptr(),
             scale=scores.scale or head_dim**-0.5,

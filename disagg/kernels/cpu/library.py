@@ -38,7 +38,7 @@ class Library:
 STEP = Library(
     "step",
     Path(__file__).parent / "_step_avx512_bf16.so",
-    version=13,
+    version=14,
     needed=("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2"),
     sentence="compiled for AVX-512 with bf16 (models in bfloat16)",
 )

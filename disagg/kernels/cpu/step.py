@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeAlias
@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu.attention import cpu_pages, plan_sequences
+from disagg.kernels.cpu.attention import LayerPlace, cpu_pages, plan_sequences
 from disagg.kernels.cpu.huge_pages import use_huge_pages
 from disagg.kernels.cpu.library import LANES, find_step
 from disagg.kernels.cpu.linear import OnednnLinear, PanelLinear
@@ -112,6 +112,7 @@ class _Batch(Structure):
         ("token_ids", c_void_p),
         ("states", c_void_p),
         ("sequences", c_void_p),
+        ("places", c_void_p),
         ("logits_rows", c_void_p),
         ("hidden", c_void_p),
         ("made", c_void_p),
@@ -240,10 +241,14 @@ class CpuStep:
         num_tokens, drafts = batch.token_ids.shape[0], set[int]()
         if has_drafts and batch.max_query_len > 1:
             drafts = _begins_of_drafts(batch)
-        sequences = plan_sequences(batch, kv_cache, drafts)
+        sequences = plan_sequences(batch, kv_cache, drafts, kv_cache.num_groups)
+        num_columns = batch.block_tables.shape[1] // kv_cache.num_groups
+        at = [(group * num_columns, layer) for group, layer in kv_cache.places]
+        places = (LayerPlace * len(at))(*at)
         described = _Batch(
             token_ids=batch.token_ids.data_ptr(),
             sequences=sequences.address,
+            places=addressof(places),
             logits_rows=batch.logits_rows.data_ptr(),
             num_tokens=num_tokens,
             num_sequences=len(sequences.fields),

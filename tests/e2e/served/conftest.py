@@ -1,6 +1,6 @@
 """The whole system as users start it, once for all tests here: Ray, HAProxy, Redis, NIXL, HTTP.
 
-Two ingresses. A dense model with LoRA adapters: a prefill worker of two ranks, two decode workers.
+Two ingresses. A dense model with LoRA adapters, and a window in one of its layers: a prefill worker of two ranks, two decode workers.
 A model with experts: a prefill worker, and a decode worker of two ranks with whole experts. What is
 served is what one engine answers; with an adapter, one engine with the merged model.
 """
@@ -17,7 +17,7 @@ import pytest
 from disagg.config import EngineConfig
 from disagg.host import free_port
 from tests.e2e.command import Command
-from tests.e2e.served.operate import ADAPTERS, UNLUCKY_SEED
+from tests.e2e.served.operate import ADAPTERS, UNLUCKY_SEED, WINDOW
 from tests.e2e.single_engine import SingleEngine
 from tests.otlp_collector import OtlpCollector
 from tests.tiny_model import write_tiny_adapters, write_tiny_model
@@ -28,7 +28,7 @@ ENGINE = {"dtype": "float32", "num_threads": 1}
 @pytest.fixture(scope="package")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories of both models, of adapters, and of the models with adapters merged."""
-    place = write_tiny_adapters(tmp_path_factory.mktemp("models"), ADAPTERS)
+    place = write_tiny_adapters(tmp_path_factory.mktemp("models"), ADAPTERS, window=WINDOW)
     write_tiny_model(place / "experts", has_experts=True)
     return place
 

@@ -10,6 +10,7 @@ from tests.e2e.command import Command, until
 
 ADAPTERS = ("red", "green", "blue")
 UNLUCKY_SEED = 666
+WINDOW = 48  # of a layer of "tiny", in tokens
 
 
 def num_pulls(server: Command, outcome: str) -> float:
