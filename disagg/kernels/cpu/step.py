@@ -243,7 +243,7 @@ class CpuStep:
             drafts = _begins_of_drafts(batch)
         sequences = plan_sequences(batch, kv_cache, drafts, kv_cache.num_groups)
         num_columns = batch.block_tables.shape[1] // kv_cache.num_groups
-        at = [(group * num_columns, layer) for group, layer in kv_cache.places]
+        at = [LayerPlace(group * num_columns, layer) for group, layer in kv_cache.places]
         places = (LayerPlace * len(at))(*at)
         described = _Batch(
             token_ids=batch.token_ids.data_ptr(),

@@ -1,8 +1,9 @@
 """The whole system as users start it, once for all tests here: Ray, HAProxy, Redis, NIXL, HTTP.
 
-Two ingresses. A dense model with LoRA adapters, and a window in one of its layers: a prefill worker of two ranks, two decode workers.
-A model with experts: a prefill worker, and a decode worker of two ranks with whole experts. What is
-served is what one engine answers; with an adapter, one engine with the merged model.
+Two ingresses. A dense model with LoRA adapters, one of whose layers has a window: a prefill worker
+of two ranks, two decode workers. A model with experts: a prefill worker, and a decode worker of two
+ranks with whole experts. What is served is what one engine answers; with an adapter, one engine
+with the merged model.
 """
 
 from __future__ import annotations
