@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 BENCHES = (
     "attention_cut",
     "batch",
+    "cold_start",
     "first_minute",
     "groups",
     "host_step",

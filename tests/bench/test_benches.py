@@ -38,6 +38,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 def test_named_benches_run_one_after_another() -> None:
     names = [
         "attention_cut",
+        "cold_start",
         "host_step",
         "routing",
         "peers",
@@ -46,6 +47,9 @@ def test_named_benches_run_one_after_another() -> None:
     assert list(results) == names
     cuts = results["attention_cut"]["rows"]
     assert all(row["longest"] <= most for row, most in zip(cuts, LONGEST, strict=True)), cuts
+    (start,) = results["cold_start"]["rows"]
+    phases = [seconds for name, seconds in start.items() if name.endswith(" s")]
+    assert min(phases) > 0 and max(phases) == start["decision to first token s"]
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     beside = results["peers"]
