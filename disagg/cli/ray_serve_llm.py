@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from disagg.config import EngineConfig
 from disagg.errors import StartupError
 from disagg.worker.vllm.arguments import OF_ADAPTERS, SAME
 
@@ -35,6 +36,7 @@ IGNORED = {
 }
 OF_THE_TIER = ("chat_template", "tool_call_parser", "reasoning_parser")
 ACTOR_OPTIONS = ("num_cpus", "num_gpus", "resources")
+MOST_LORAS = EngineConfig().max_loras
 SHARE_OF_KIND = 0.001  # of the resource with which Ray finds nodes with an accelerator of a kind
 
 Raw: TypeAlias = dict[str, Any]
@@ -100,7 +102,7 @@ def _tier(config: Any, place: str, file: Path, read: Read) -> Raw:
     engine: Raw = {"backend": "vllm", **_taken(kwargs, (*SAME, *OF_ADAPTERS))}
     tier: Raw = {"model": source, "served_model_name": name, **_taken(kwargs, OF_THE_TIER)}
     if "lora_config" in left:
-        tier["lora_modules"] = _adapters(_at(left, "lora_config"), str(name), engine)
+        engine |= _adapters(_at(left, "lora_config"), engine.get("max_loras", MOST_LORAS))
     if kwargs:
         engine["engine_args"] = dict(kwargs)
         kwargs.clear()
@@ -135,24 +137,16 @@ def _pool(left: Raw) -> Raw:
     return pool
 
 
-def _adapters(lora: Raw, model: str, engine: Raw) -> dict[str, str]:
-    """The adapters below a directory, under Ray's names: those of model and adapter."""
-    engine["enable_lora"] = True
-    most = lora.pop("max_num_adapters_per_replica", None)
-    if most is not None:
-        engine["max_cpu_loras"] = most
-        engine.setdefault("max_loras", min(most, 4))
-    place = lora.pop("dynamic_lora_loading_path", None)
-    if place is None:
-        return {}
-    if "://" in place:
+def _adapters(lora: Raw, max_loras: int) -> Raw:
+    """The engine's settings for adapters, which clients load; Ray reads them from a bucket."""
+    if place := lora.get("dynamic_lora_loading_path"):
         raise StartupError(
-            f"dynamic_lora_loading_path is {place}: adapters are not read from there; mount it, or"
-            " load each with POST /v1/load_lora_adapter.",
+            f"lora_config.dynamic_lora_loading_path is {place}: adapters are not read from buckets."
+            " Leave it out, and load each directory with POST /v1/load_lora_adapter.",
             param="config",
         )
-    found = sorted(each.parent for each in Path(place).glob("*/adapter_config.json"))
-    return {f"{model}:{each.name}": str(each) for each in found}
+    most = lora.pop("max_num_adapters_per_replica", 16)  # Ray's default
+    return {"enable_lora": True, "max_cpu_loras": most, "max_loras": min(most, max_loras)}
 
 
 def _taken(section: Raw, names: tuple[str, ...]) -> Raw:

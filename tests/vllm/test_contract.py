@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from disagg.blocks import hash_blocks, hash_root
+from disagg.blocks import hash_blocks, hash_image, hash_root, image_digest
 from disagg.config import ASSETS, EngineConfig, TierConfig
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, SamplingParams
@@ -33,6 +33,7 @@ from disagg.worker.vllm.engine import (
 )
 from disagg.worker.vllm.prefixes import PrefixNames, read_batch, salt_of
 from disagg.worker.vllm.requests import sampling_arguments
+from tests.cli.test_ray_serve_llm import MODEL
 from tests.links.fakes import until
 
 BLOCK_SIZE = 32
@@ -170,6 +171,45 @@ def test_blocks_of_its_cache_get_our_names() -> None:
     assert names.all()
 
 
+def test_blocks_with_an_image_get_the_name_that_a_request_has() -> None:
+    """The image begins in the second block, and ends in the third."""
+    from vllm.distributed.kv_events import KVEventBatch
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_function = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_function)
+    digest, tokens = image_digest(b"cat"), [*range(5, 45), *[7] * 40, *range(50, 70)]
+    place = PlaceholderRange(offset=40, length=40)
+    request = Request(
+        "r",
+        tokens,
+        theirs(),
+        None,
+        cache_salt=salt_of(ROOT),
+        mm_features=[MultiModalFeatureSpec(None, "image", digest, place)],
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, hash_function),
+    )
+    pool = BlockPool(4, True, BLOCK_SIZE, enable_kv_cache_events=True)
+    pool.cache_full_blocks(request, pool.get_new_blocks(3), 0, 3, BLOCK_SIZE, 0)
+    batch = KVEventBatch(ts=1.0, events=pool.take_events(), data_parallel_rank=0)
+    (told,) = PrefixNames().apply(read_batch(msgspec.msgpack.encode(batch)))
+    (first,) = hash_blocks(ROOT, tokens[:BLOCK_SIZE], BLOCK_SIZE)
+    begins = hash_image(first, digest)
+    assert told.block_hashes == (first, begins, hash_image(begins, digest))
+
+
+def test_ray_serve_llm_takes_the_model_whose_settings_are_read() -> None:
+    from ray.serve.llm import LLMConfig
+
+    read = LLMConfig.model_validate(MODEL)
+    assert read.lora_config.max_num_adapters_per_replica == 8
+    assert read.engine_kwargs["tensor_parallel_size"] == 2
+
+
 @pytest.mark.parametrize(("num_kept", "is_whole"), [(10_000, True), (1, False)])
 async def test_lost_events_are_replayed_or_all_is_forgotten(
     num_kept: int, is_whole: bool, tmp_path: Path
@@ -259,17 +299,17 @@ def test_its_statistics_and_outputs_are_read() -> None:
 
 
 def test_its_engine_is_called_as_it_is_declared() -> None:
-    from vllm import TokensPrompt
+    from vllm import PoolingParams, TokensPrompt
     from vllm.exceptions import GenerationError
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    generate = inspect.signature(AsyncLLM.generate)
-    generate.bind(
-        None, TokensPrompt(prompt_token_ids=[1]), theirs(), "r", priority=0, lora_request=None
-    )
+    asked = [(AsyncLLM.generate, theirs()), (AsyncLLM.encode, PoolingParams(task="embed"))]
+    for call, params in asked:
+        prompt = TokensPrompt(prompt_token_ids=[1])
+        inspect.signature(call).bind(None, prompt, params, "r", priority=0, lora_request=None)
     inspect.signature(AsyncLLM.from_engine_args).bind(object(), stat_loggers=[])
     inspect.signature(StatLoggerBase.record).bind(None, None, None, None, 0)
     assert isinstance(inspect.getattr_static(AsyncLLM, "errored"), property)
