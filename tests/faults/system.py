@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from typing import Any
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.host import free_port
@@ -159,15 +159,16 @@ class System:
     def counters_of(self, url: str) -> dict[str, float]:
         """Of one ingress, if it is the URL of one."""
         text = plain_http.get(f"{url}/metrics?ingress=own", timeout=METRICS_TIMEOUT_S).text
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.endswith("_created"):
-                    continue
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-                route, code = sample.labels.get("route", ""), sample.labels.get("code", "")
-                if route.startswith("/v1/"):
-                    sums[f"v1 {code}"] = sums.get(f"v1 {code}", 0.0) + sample.value
+        sums: Counter[str] = Counter()
+        for line in text.splitlines():  # a parser of all of the format takes fifty times as long
+            sample, _, value = line.rpartition(" ")
+            name = sample.partition("{")[0]
+            if line.startswith("#") or name.endswith("_created"):
+                continue
+            sums[name] += float(value)
+            if re.search(r'[{,]route="/v1/', sample):
+                code = re.search(r'[{,]code="(\w*)"', sample)
+                sums[f"v1 {code[1] if code else ''}"] += float(value)
         return sums
 
     def deploy_again(self) -> None:
