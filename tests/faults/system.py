@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ class System:
     def counters_of(self, url: str) -> dict[str, float]:
         """Of one ingress, if it is the URL of one."""
         text = plain_http.get(f"{url}/metrics?ingress=own", timeout=METRICS_TIMEOUT_S).text
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for line in text.splitlines():  # a parser of all of the format takes fifty times as long
             sample, _, value = line.rpartition(" ")
             name = sample.partition("{")[0]
@@ -169,7 +169,7 @@ class System:
             if re.search(r'[{,]route="/v1/', sample):
                 code = re.search(r'[{,]code="(\w*)"', sample)
                 sums[f"v1 {code[1] if code else ''}"] += float(value)
-        return sums
+        return dict(sums)
 
     def deploy_again(self) -> None:
         """A rolling update of everything; returns when Serve calls it done."""
