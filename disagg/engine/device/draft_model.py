@@ -33,9 +33,9 @@ from disagg.time_model import StepFeatures, StepTimeFit, attended
 
 NUM_TIMED = 3  # steps of each size that are timed at the start
 TIMED_PROMPTS = 16, 128  # tokens
-# What is known of the time that drafts take counts for less with each of them, and no stall counts
-# for more than so many times what they should take.
-KEPT, MOST_DEARER = 0.95, 4.0
+# How much the time of a draft counts for what is known of it. No stall counts for more than so many
+# times what its steps should take.
+LEARNED, MOST_BESIDE = 0.05, 3.0
 
 
 class DraftModel:
@@ -68,7 +68,9 @@ class DraftModel:
         )
         self._timer = timer
         self._times = StepTimeFit()
-        self._took_s = self._expected_s = 1e-9  # of the last drafts, the earlier ones for less
+        # What drafts took lately beside their steps: the host's part, and the tokens by which
+        # sequences are behind.
+        self._beside_s = 0.0
         self._twins: dict[ref[Sequence], Sequence] = {}
         self._failed = WeakSet[Sequence]()
 
@@ -89,19 +91,14 @@ class DraftModel:
             self._runner.warm_up(num_tokens, num_seqs)
         return self._timer() - began_s
 
-    def token_s(self, num_sequences: int) -> float:
-        return self._dearer * self._times.model.decode_step_s(num_sequences, 0)
+    def token_s(self, num_sequences: int, place: int) -> float:
+        beside_s = 0.0 if place else self._beside_s
+        return beside_s + self._times.model.decode_step_s(num_sequences, 0)
 
     def entry_s(self, sequence: Sequence) -> float:
-        return self._dearer * self._times.model.prefill_s(self._num_missing(sequence))
+        return self._times.model.prefill_s(self._num_missing(sequence))
 
-    @property
-    def _dearer(self) -> float:
-        """What drafts took lately over what their steps should: the host's part, and the tokens by
-        which sequences are behind."""
-        return self._took_s / self._expected_s
-
-    def _said_s(self, limits: Mapping[Sequence, int]) -> float:
+    def _steps_s(self, limits: Mapping[Sequence, int]) -> float:
         """What the steps of drafts should take."""
         times, most = self._times.model, max(limits.values())
         prompts_s = sum([times.prefill_s(self._num_missing(each)) for each in limits])
@@ -118,7 +115,7 @@ class DraftModel:
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
         if not limits:
             return
-        began_s, said_s = self._timer(), self._said_s(limits)
+        began_s, steps_s = self._timer(), self._steps_s(limits)
         self._let_go([each for each in self._twins if each() is None])
         twins = {each: self._follow(each) for each in limits if each not in self._failed}
         drafting = self._with_blocks({twin: limits[each] for each, twin in twins.items()})
@@ -133,8 +130,8 @@ class DraftModel:
             self._failed.update(each for each, twin in twins.items() if twin in failed.errors)
         took_s = self._timer() - began_s
         self.spent_s += took_s
-        self._took_s = KEPT * self._took_s + min(took_s, MOST_DEARER * said_s)
-        self._expected_s = KEPT * self._expected_s + said_s
+        beside_s = min(max(0.0, took_s - steps_s), MOST_BESIDE * steps_s)
+        self._beside_s += LEARNED * (beside_s - self._beside_s)
         for each, twin in twins.items():
             if twin in begins:
                 yield each, tuple(twin.tokens[begins[twin] :])

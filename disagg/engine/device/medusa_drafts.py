@@ -52,7 +52,7 @@ class MedusaDrafts:
             self._named([0] * num_seqs, 1)
             self._times.observe(StepFeatures(0, 0, num_seqs, 0), self._timer() - began_s)
 
-    def token_s(self, num_sequences: int) -> float:
+    def token_s(self, num_sequences: int, place: int) -> float:
         return self._times.model.decode_step_s(num_sequences, 0)
 
     def entry_s(self, sequence: Sequence) -> float:

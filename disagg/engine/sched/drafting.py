@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 from typing import Protocol
 
 from disagg.engine.sched.acceptance import Acceptance
@@ -40,8 +41,9 @@ class Proposer(Protocol):
     knows_ahead: bool
     spent_s: float
 
-    def token_s(self, num_sequences: int) -> float:
-        """Seconds that proposing one token more takes for so many sequences together."""
+    def token_s(self, num_sequences: int, place: int) -> float:
+        """Seconds that proposing the token at a place of a draft takes for so many sequences
+        together; for the first one with all that is done once."""
         ...
 
     def entry_s(self, sequence: Sequence) -> float:
@@ -181,24 +183,32 @@ class Drafting:
         for each in sequences:
             if each.acceptance is None:
                 each.acceptance = Acceptance(self._of_all)
-        token_s = times.per_sequence_s + proposer.token_s(len(sequences)) / len(sequences)
+        num = len(sequences)
+        costs_s = [
+            times.per_sequence_s + proposer.token_s(num, place) / num
+            for place in range(proposer.num_tokens)
+        ]
         drafted = [
             (each, each.acceptance.chances)
             for each in sequences
-            if each.acceptance and _is_worth_its_entry(proposer, each, step_s / gained, token_s)
+            if each.acceptance and _is_worth_its_entry(proposer, each, step_s / gained, costs_s)
         ]
         limits: dict[Sequence, int] = {}
+        best, length = gained / step_s, 0
         for place in range(proposer.num_tokens):
-            least = times.per_sequence_s * gained / step_s
+            least = times.per_sequence_s * best
             drafted = [each for each in drafted if each[1][place] > least]
-            gain = sum([chances[place] for _, chances in drafted])
-            cost_s = len(drafted) * times.per_sequence_s + proposer.token_s(len(drafted))
-            if not drafted or gain * step_s <= gained * cost_s:
+            if not drafted:
                 break
-            gained, step_s = gained + gain, step_s + cost_s
+            gained += sum([chances[place] for _, chances in drafted])
+            step_s += len(drafted) * times.per_sequence_s + proposer.token_s(len(drafted), place)
             limits.update((sequence, place + 1) for sequence, _ in drafted)
+            if gained / step_s > best:
+                best, length = gained / step_s, place + 1
+        limits = {each: min(limit, length) for each, limit in limits.items()} if length else {}
         if not limits:
             self._num_calm = NUM_CALM
+            step_s = times.decode_step_s(num_decodes, num_context)
             draft_s = step_s / num_decodes + proposer.num_tokens * times.per_sequence_s
             self._trials.begin(sequences, (NUM_CALM + 1) * step_s, draft_s)
             return {}
@@ -209,7 +219,7 @@ class Drafting:
 
 
 def _is_worth_its_entry(
-    proposer: Proposer, sequence: Sequence, gained_s: float, token_s: float
+    proposer: Proposer, sequence: Sequence, gained_s: float, costs_s: SequenceOf[float]
 ) -> bool:
     """Whether drafts probably gain more than the first one costs before it is made.
 
@@ -217,16 +227,17 @@ def _is_worth_its_entry(
 
     Args:
         gained_s: what a token that is right is worth.
-        token_s: what it takes to make and verify one.
+        costs_s: what it takes to make and verify one at each place of a draft.
     """
     entry_s, acceptance = proposer.entry_s(sequence), sequence.acceptance
     if not entry_s or acceptance is None:
         return True
     num_tokens = len(sequence.tokens)
     num_steps = min(num_tokens - sequence.num_prompt_tokens, sequence.max_num_tokens - num_tokens)
-    chances = acceptance.chances[: proposer.num_tokens]
-    step_gain_s: float = sum([max(0.0, chance * gained_s - token_s) for chance in chances])
-    return num_steps * step_gain_s > entry_s
+    chances = acceptance.chances[: len(costs_s)]
+    gains = [chance * gained_s - cost_s for chance, cost_s in zip(chances, costs_s, strict=True)]
+    most_s: float = max(accumulate(gains))
+    return num_steps * most_s > entry_s
 
 
 def _forced(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class PromptLookup:
         self._match_length = match_length
         self._ngrams = WeakKeyDictionary[Sequence, Ngrams]()
 
-    def token_s(self, num_sequences: int) -> float:
+    def token_s(self, num_sequences: int, place: int) -> float:
         return 0.0
 
     def entry_s(self, sequence: Sequence) -> float:

@@ -364,7 +364,7 @@ class Smaller:
     def entry_s(self, sequence: Sequence) -> float:
         return 0.0
 
-    def token_s(self, num_sequences: int) -> float:
+    def token_s(self, num_sequences: int, place: int) -> float:
         return 0.0
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:

@@ -45,7 +45,7 @@ class Proposer:
         self.spent_s = 0.0
         self.limits: list[int] = []
 
-    def token_s(self, num_sequences: int) -> float:
+    def token_s(self, num_sequences: int, place: int) -> float:
         return self._token_s
 
     def entry_s(self, sequence: Sequence) -> float:
