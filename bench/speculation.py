@@ -126,7 +126,7 @@ class Bench:
             num_threads=1,
             max_model_len=512,
             max_num_seqs=max(sizes),
-            num_gpu_blocks_override=16 * max(sizes),
+            num_gpu_blocks_override=16 * max(2, *sizes),  # one sequence needs 32
             enable_prefix_caching=False,
             speculative_config=drafts,
         )
