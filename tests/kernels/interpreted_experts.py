@@ -219,7 +219,15 @@ def test_experts_in_8_bits(
     down: tuple[Kind, int | None, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One or both of the two matrices, on a rank that has some of the experts."""
+    """One or both of the two matrices, on a rank that has some of the experts. What memory of rows
+    of other ranks has held is never read as a number."""
+
+    def new(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device).fill_(
+            math.nan if dtype.is_floating_point else 1
+        )
+
+    monkeypatch.setattr(triton_experts.torch, "empty", new)
     monkeypatch.setattr(triton_experts, "EIGHT_BIT_ROWS", 8)
     num_experts, num_chosen, hidden, inner = 5, 2, 144, 80
     torch.manual_seed(3)
