@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -66,6 +67,13 @@ class Point(msgspec.Struct, frozen=True):
     cost: float  # as a fraction of the large model's alone
 
 
+class ModelSizes(NamedTuple):
+    """Numbers of parameters of the two models, which are what a token of each costs."""
+
+    small: int
+    large: int
+
+
 class Curve:
     """All thresholds of one signal, the lowest (nothing escalates) first.
 
@@ -78,8 +86,7 @@ class Curve:
         answers: Sequence[Compared],
         signal: Signal,
         num_judged_tokens: int,
-        small_parameters: int,
-        large_parameters: int,
+        parameters: ModelSizes,
     ) -> None:
         self.signal = signal
         self.num_judged_tokens = num_judged_tokens
@@ -93,13 +100,13 @@ class Curve:
                 " Take harder prompts, or serve the small model alone."
             )
         self._judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
-        self._parameters = small_parameters, large_parameters
+        self._parameters = parameters
         thresholds = _thresholds([each.values[-1] for each in self._judged])
         self.points = tuple(map(self.at, thresholds))
 
     def at(self, threshold: float) -> Point:
         """The point of any threshold."""
-        outcome = _replay(self._judged, threshold, *self._parameters)
+        outcome = _replay(self._judged, threshold, self._parameters)
         gap = self.large_accuracy - self.small_accuracy
         recovered = (outcome.accuracy - self.small_accuracy) / gap
         return Point(threshold, outcome.escalated, outcome.accuracy, recovered, outcome.cost)
@@ -142,10 +149,7 @@ class CascadeOutcome(msgspec.Struct, frozen=True):
 
 
 def replay(
-    answers: Sequence[Compared],
-    config: CascadeConfig,
-    small_parameters: int,
-    large_parameters: int,
+    answers: Sequence[Compared], config: CascadeConfig, parameters: ModelSizes
 ) -> CascadeOutcome:
     """The outcome of `config` for the answers. Only its first tier counts."""
     judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
@@ -153,8 +157,7 @@ def replay(
     for its in config.prompt_judges[:1]:
         weights = dict(its.weights)
         started = [is_poor(its, weights, each.prompt_token_ids) for each in answers]
-    parameters, needed_lead = (small_parameters, large_parameters), lead_to_release(config, 0)
-    return _replay(judged, config.thresholds[0], *parameters, needed_lead, started)
+    return _replay(judged, config.thresholds[0], parameters, lead_to_release(config, 0), started)
 
 
 def certify_lead(answers: Sequence[Compared], config: CascadeConfig, risk: float) -> float:
@@ -214,10 +217,7 @@ def _at_most(number: int, of: int, share: float) -> float:
 
 
 def make_judge(
-    answers: Sequence[Compared],
-    config: CascadeConfig,
-    small_parameters: int,
-    large_parameters: int,
+    answers: Sequence[Compared], config: CascadeConfig, parameters: ModelSizes
 ) -> PromptJudge | None:
     """A judge that starts a prompt on the large model if the small one is probably unsure.
 
@@ -230,16 +230,15 @@ def make_judge(
     prompts = [each.prompt_token_ids for each in answers]
     unsure = [not each.at(threshold, needed_lead)[1] for each in judged]
     odds = _odds_unseen(prompts, unsure)
-    parameters = (small_parameters, large_parameters)
-    costs = [each.cost(*each.at(threshold, needed_lead), *parameters) for each in judged]
-    budget = sum(each.cost(*each.at(threshold), *parameters) for each in judged) - sum(costs)
+    costs = [each.cost(*each.at(threshold, needed_lead), parameters) for each in judged]
+    budget = sum(each.cost(*each.at(threshold), parameters) for each in judged) - sum(costs)
     start_above, least = None, math.log(MIN_CHANCE_TO_START / (1.0 - MIN_CHANCE_TO_START))
     order = sorted(range(len(answers)), key=lambda number: -odds[number])
     for number, following in pairwise([*order, None]):
         assert number is not None
         if odds[number] <= least:
             break
-        budget += costs[number] - large_parameters * judged[number].num_large_positions
+        budget += costs[number] - parameters.large * judged[number].num_large_positions
         if budget >= 0:
             after = least if following is None else max(least, odds[following])
             start_above = (odds[number] + after) / 2
@@ -332,13 +331,11 @@ class _Judged:
         # They fall: the first below the threshold ends it.
         return bisect_right(self.values, -threshold, key=lambda value: -value) + 1, False
 
-    def cost(
-        self, num_judged: int, is_sure: bool, small_parameters: int, large_parameters: int
-    ) -> int:
+    def cost(self, num_judged: int, is_sure: bool, parameters: ModelSizes) -> int:
         """The cost, in parameters x tokens, of an answer that was judged after so many tokens."""
         num_small = len(self.answer.scores) if is_sure else num_judged
-        cost = small_parameters * (self.answer.num_prompt_tokens + num_small - 1)
-        return cost if is_sure else cost + large_parameters * self.num_large_positions
+        cost = parameters.small * (self.answer.num_prompt_tokens + num_small - 1)
+        return cost if is_sure else cost + parameters.large * self.num_large_positions
 
     def is_lost(self, threshold: float) -> bool:
         """Whether a release loses a right answer that all judged tokens would have led to."""
@@ -359,8 +356,7 @@ class _Judged:
 def _replay(
     judged: Sequence[_Judged],
     threshold: float,
-    small_parameters: int,
-    large_parameters: int,
+    parameters: ModelSizes,
     needed_lead: float = math.inf,
     started: Sequence[bool] = (),
 ) -> CascadeOutcome:
@@ -368,15 +364,15 @@ def _replay(
     for each, starts in zip(judged, started or [False] * len(judged), strict=True):
         if starts:
             num_right += each.answer.large_is_right
-            cost += large_parameters * each.num_large_positions
+            cost += parameters.large * each.num_large_positions
             continue
         num_judged, is_sure = each.at(threshold, needed_lead)
         num_right += each.answer.small_is_right if is_sure else each.answer.large_is_right
         num_escalated += not is_sure
         num_held += num_judged
-        cost += each.cost(num_judged, is_sure, small_parameters, large_parameters)
+        cost += each.cost(num_judged, is_sure, parameters)
     num_started = sum(started)
-    alone = large_parameters * sum(each.num_large_positions for each in judged)
+    alone = parameters.large * sum(each.num_large_positions for each in judged)
     return CascadeOutcome(
         num_right / len(judged),
         num_escalated / len(judged),

@@ -27,6 +27,7 @@ from disagg.messages import TokenLogprobs
 from disagg.tools.calibrate.calibration import (
     Compared,
     Curve,
+    ModelSizes,
     Point,
     certify_lead,
     make_judge,
@@ -153,9 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     gather = _from_server if arguments.url else _from_here
     answers, parameters = asyncio.run(gather(arguments, prompts))
     signals: Sequence[Signal] = (arguments.signal,) if arguments.signal else get_args(Signal)
-    curves = [
-        Curve(answers, signal, arguments.num_judged_tokens, *parameters) for signal in signals
-    ]
+    curves = [Curve(answers, signal, arguments.num_judged_tokens, parameters) for signal in signals]
     best = min(curves, key=lambda each: each.cheapest(arguments.quality).cost)
     chosen = best.cheapest(arguments.quality)
     if arguments.threshold is not None:
@@ -177,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _from_server(
     arguments: argparse.Namespace, prompts: Sequence[Question]
-) -> tuple[list[Compared], list[int]]:
+) -> tuple[list[Compared], ModelSizes]:
     server = Server(arguments.url, api_key=arguments.api_key)
     served = {each.id: each.num_parameters for each in server.models()}
     for model in arguments.models:
@@ -195,12 +194,12 @@ async def _from_server(
     answers = await compare(
         ask, arguments.models, prompts, arguments.max_tokens, arguments.parallel
     )
-    return answers, [served[model] for model in arguments.models]
+    return answers, ModelSizes(*(served[model] for model in arguments.models))
 
 
 async def _from_here(
     arguments: argparse.Namespace, prompts: Sequence[Question]
-) -> tuple[list[Compared], list[int]]:
+) -> tuple[list[Compared], ModelSizes]:
     engine = EngineConfig(num_threads=max(1, usable_cores() // len(arguments.models)))
     tiers = tuple(
         TierConfig(model=model, engine=engine, ttft_slo_s=PATIENCE_S) for model in arguments.models
@@ -218,7 +217,7 @@ async def _from_here(
 
             answers = await compare(ask, names, prompts, arguments.max_tokens, arguments.parallel)
             models = cluster.ingress.service.models
-            return answers, [models[name].num_parameters for name in names]
+            return answers, ModelSizes(*(models[name].num_parameters for name in names))
 
 
 async def compare(
@@ -263,7 +262,7 @@ def shorten_wait(
     best: Curve,
     chosen: Point,
     risk: float,
-    parameters: Sequence[int],
+    parameters: ModelSizes,
 ) -> CascadeConfig:
     """The chosen threshold, plus early releases and a prompt judge that shorten the wait."""
     config = CascadeConfig(
@@ -275,7 +274,7 @@ def shorten_wait(
         lead = certify_lead(answers, config, risk)
         if lead != math.inf:
             config = replace(config, leads=(lead,))
-    judge = make_judge(answers, config, *parameters)
+    judge = make_judge(answers, config, parameters)
     if judge is None:
         return config
     return replace(config, prompt_judges=(round_judge(judge),))

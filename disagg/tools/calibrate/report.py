@@ -9,7 +9,14 @@ from msgspec.structs import asdict, astuple, replace
 
 from disagg.config import CascadeConfig
 from disagg.tools import terminal
-from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, replay
+from disagg.tools.calibrate.calibration import (
+    Compared,
+    Curve,
+    ModelSizes,
+    Point,
+    min_num_prompts,
+    replay,
+)
 from disagg.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
@@ -30,12 +37,12 @@ def report_curves(
     curves: Sequence[Curve],
     best: Curve,
     chosen: Point,
-    parameters: Sequence[int],
+    parameters: ModelSizes,
 ) -> None:
     small, large = arguments.models
     console.print(
-        f"{small}: {best.small_accuracy:.1%} correct with {parameters[0]:,} parameters;"
-        f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
+        f"{small}: {best.small_accuracy:.1%} correct with {parameters.small:,} parameters;"
+        f" {large}: {best.large_accuracy:.1%} with {parameters.large:,}"
     )
     names = ("threshold", "escalated", "accuracy", "gap recovered", "cost")
     rows = terminal.table(*names, title=f"{best.signal}, quality against cost")
@@ -71,7 +78,7 @@ def report_wait(
     arguments: argparse.Namespace,
     answers: Sequence[Compared],
     config: CascadeConfig,
-    parameters: Sequence[int],
+    parameters: ModelSizes,
 ) -> None:
     """Print what early releases and the prompt judge change."""
     if arguments.risk and not config.leads:
@@ -85,7 +92,7 @@ def report_wait(
     names = ("<", "tokens judged", "start large", "escalated", "accuracy", "cost")
     rows = terminal.table(*names, title="until the first token")
     for name, each in (("all tokens judged", slow), ("chosen", config)):
-        found = replay(answers, each, *parameters)
+        found = replay(answers, each, parameters)
         shares = (found.started, found.escalated, found.accuracy, found.cost)
         rows.add_row(name, f"{found.num_held:.1f}", *map("{:.1%}".format, shares))
     console.print(rows)

@@ -18,6 +18,7 @@ from disagg.tools.calibrate.calibration import (
     CONFIDENCE,
     Compared,
     Curve,
+    ModelSizes,
     certify_lead,
     make_judge,
     min_num_prompts,
@@ -25,7 +26,7 @@ from disagg.tools.calibrate.calibration import (
     upper_bound,
 )
 
-SMALL, LARGE = 10, 100  # parameters
+SIZES = SMALL, LARGE = ModelSizes(10, 100)
 SIGNALS: tuple[Signal, ...] = ("minimum", "mean", "margin")
 
 
@@ -72,7 +73,7 @@ def test_each_point_is_what_the_judge_does(
 ) -> None:
     answers = with_a_better_large_model(answers)
     config = CascadeConfig(signal=signal, num_judged_tokens=num_judged)
-    found = Curve(answers, signal, num_judged, SMALL, LARGE)
+    found = Curve(answers, signal, num_judged, SIZES)
     alone = sum(LARGE * (each.num_prompt_tokens + each.num_large_tokens - 1) for each in answers)
     for point in found.points:
         cost = right = escalated = 0
@@ -94,7 +95,7 @@ def test_a_curve_goes_from_the_small_model_to_the_large_one(
     answers: list[Compared], signal: Signal, num_judged: int, quality: float
 ) -> None:
     answers = with_a_better_large_model(answers)
-    found = Curve(answers, signal, num_judged, SMALL, LARGE)
+    found = Curve(answers, signal, num_judged, SIZES)
     first, last = found.points[0], found.points[-1]
     assert (first.escalated, first.recovered) == (0.0, 0.0)
     assert (last.escalated, last.recovered) == (1.0, 1.0)
@@ -115,7 +116,7 @@ def easy_and_hard(num_each: int, hard_logprob: float = -2.0) -> list[Compared]:
 
 def test_measures_of_a_perfect_judge() -> None:
     """Half escalate and all is recovered: an area of three quarters, the most there is."""
-    found = Curve(easy_and_hard(50), "minimum", 4, SMALL, LARGE)
+    found = Curve(easy_and_hard(50), "minimum", 4, SIZES)
     assert found.cheapest(1.0).threshold == pytest.approx(-1.05)
     assert found.cheapest(1.0).escalated == 0.5
     assert found.at_recovered(0.95).escalated == 0.5
@@ -127,14 +128,14 @@ def test_measures_of_a_perfect_judge() -> None:
 
 def test_a_judge_that_knows_nothing_has_half_the_area() -> None:
     answers = easy_and_hard(50, hard_logprob=-0.1)
-    found = Curve(answers, "minimum", 4, SMALL, LARGE)
+    found = Curve(answers, "minimum", 4, SIZES)
     assert [point.escalated for point in found.points] == [0.0, 1.0]
     assert found.area == pytest.approx(0.5)
 
 
 def test_very_many_prompts_do_not_make_very_many_points() -> None:
     answers = [Compared(1, scores_of([-i / 7]), 1, i % 2 == 0, True) for i in range(3000)]
-    found = Curve(answers, "minimum", 4, SMALL, LARGE)
+    found = Curve(answers, "minimum", 4, SIZES)
     assert len(found.points) < 1000
     assert all(math.isfinite(p.threshold) for p in found.points)
 
@@ -143,7 +144,7 @@ def test_very_many_prompts_do_not_make_very_many_points() -> None:
 def test_without_a_gap_there_is_nothing_to_calibrate(large_is_right: bool) -> None:
     answers = [Compared(5, scores_of([-0.1]), 3, True, large_is_right)] * 4
     with pytest.raises(RequestError, match=r"no gap.* of 4 prompts .* 100.0% right"):
-        Curve(answers, "minimum", 4, SMALL, LARGE)
+        Curve(answers, "minimum", 4, SIZES)
 
 
 THRESHOLDS = st.floats(-4.0, -0.01)
@@ -160,7 +161,7 @@ def test_a_lead_plays_as_the_judge_does(
     config = CascadeConfig(
         signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,), leads=(needed_lead,)
     )
-    outcome = replay(answers, config, SMALL, LARGE)
+    outcome = replay(answers, config, SIZES)
     judged = [judged_one_by_one(each, config, threshold, needed_lead) for each in answers]
     assert outcome.num_held == pytest.approx(sum(held for held, _ in judged) / len(answers))
     assert outcome.escalated == pytest.approx(sum(not sure for _, sure in judged) / len(answers))
@@ -253,10 +254,10 @@ def test_the_judge_starts_what_is_hopeless_on_the_large_model_and_costs_no_more(
     answers = told_apart(20)
     slow = CascadeConfig(thresholds=(-0.1,))
     quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
-    judge = make_judge(answers, quick, SMALL, LARGE)
+    judge = make_judge(answers, quick, SIZES)
     assert judge is not None
     config = CascadeConfig(thresholds=(-0.1,), leads=(0.0,), prompt_judges=(judge,))
-    outcome, before = replay(answers, config, SMALL, LARGE), replay(answers, slow, SMALL, LARGE)
+    outcome, before = replay(answers, config, SIZES), replay(answers, slow, SIZES)
     assert outcome.started == pytest.approx(0.5)
     assert outcome.escalated == 0.0
     assert outcome.cost <= before.cost
@@ -266,7 +267,7 @@ def test_the_judge_starts_what_is_hopeless_on_the_large_model_and_costs_no_more(
 def test_a_judge_that_cannot_tell_starts_none() -> None:
     answers = [replace(each, prompt_token_ids=(1, 2)) for each in told_apart(20)]
     quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
-    judge = make_judge(answers, quick, SMALL, LARGE)
+    judge = make_judge(answers, quick, SIZES)
     if judge is not None:
         config = CascadeConfig(thresholds=(-0.1,), prompt_judges=(judge,))
-        assert replay(answers, config, SMALL, LARGE).started == 0.0
+        assert replay(answers, config, SIZES).started == 0.0
