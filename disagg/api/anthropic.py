@@ -5,13 +5,13 @@ responses, events of streams and errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from disagg.api.json_body import read_struct
+from disagg.api.json_body import Body
 from disagg.api.openai.fields import (
     ChatMessage,
     ChatRequest,
@@ -108,8 +108,12 @@ class Metadata(msgspec.Struct):
     user_id: Label | None = None
 
 
-class MessagesPrompt(msgspec.Struct, kw_only=True):
+class MessagesPrompt(Body, kw_only=True):
     """Fields that `/v1/messages` and `/v1/messages/count_tokens` have in common."""
+
+    refused: ClassVar = dict.fromkeys(
+        ("container", "mcp_servers", "output_format"), NOT_IMPLEMENTED
+    )
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -118,6 +122,19 @@ class MessagesPrompt(msgspec.Struct, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+
+    @staticmethod
+    def prepare(raw: dict[str, Any]) -> None:
+        """Raises `InvalidRequest` for edits of the conversation that would change the prompt.
+
+        Claude Code asks to clear or keep earlier reasoning, which the chat template decides.
+        """
+        management = raw.get("context_management")
+        edits = management.get("edits") if isinstance(management, dict) else None
+        for edit in edits if isinstance(edits, list) else ():
+            kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else ""
+            if not kind.startswith("clear_thinking_"):
+                raise unsupported("context_management", f"This server makes no edits {kind!r}.")
 
 
 class MessagesRequest(MessagesPrompt, kw_only=True):
@@ -132,29 +149,6 @@ class MessagesRequest(MessagesPrompt, kw_only=True):
 
 class CountTokensRequest(MessagesPrompt, kw_only=True):
     """The body of `/v1/messages/count_tokens`."""
-
-
-Request = TypeVar("Request", bound=MessagesPrompt)
-
-_REFUSED = dict.fromkeys(("container", "mcp_servers", "output_format"), NOT_IMPLEMENTED)
-
-
-def read_messages(body: bytes, kind: type[Request]) -> Request:
-    """Parse the body of `/v1/messages`, or of `count_tokens`. Raises `InvalidRequest`."""
-    return read_struct(body, kind, _REFUSED, _check_edits)
-
-
-def _check_edits(raw: dict[str, Any]) -> None:
-    """Raises `InvalidRequest` for edits of the conversation that would change the prompt.
-
-    Claude Code asks to clear or keep earlier reasoning, which the chat template decides.
-    """
-    management = raw.get("context_management")
-    edits = management.get("edits") if isinstance(management, dict) else None
-    for edit in edits if isinstance(edits, list) else ():
-        kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else ""
-        if not kind.startswith("clear_thinking_"):
-            raise unsupported("context_management", f"This server makes no edits {kind!r}.")
 
 
 def understand_messages(request: MessagesRequest, model: ServedModel) -> RequestSpec:

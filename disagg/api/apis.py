@@ -1,19 +1,19 @@
-"""The served APIs, with the functions that read requests and write answers; and `/openapi.json`."""
+"""The served APIs: their requests, and the functions that answer; and `/openapi.json`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from disagg.api import anthropic, responses
+from disagg.api.json_body import Body
 from disagg.api.openai import answers, pooling
 from disagg.api.openai.fields import ChatRequest, CompletionRequest
-from disagg.api.openai.requests import read_request, understand_chat, understand_completion
+from disagg.api.openai.requests import understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import Frames, RunningJob
@@ -26,87 +26,68 @@ class Api:
     """The functions of one API.
 
     Attributes:
-        request: the body of its requests.
+        request: the body of its requests, which has at least the field `model`, a text or None.
         id_prefix: prefix of the ids of its responses.
-        read: parses a body and checks its fields, types and sizes. The request has at least the
-            field `model`, a text or None. Raises `InvalidRequest`.
         understand: converts a request for a model to a `RequestSpec`. Raises `InvalidRequest`.
-        frames: makes the events of a streamed response; None: there are none.
         body: makes the body of a response that is not streamed, from the answers that were kept.
+        frames: makes the events of a streamed response; None: there are none.
         error_body: makes the body of an error response.
         operation: what OpenTelemetry calls it.
     """
 
-    request: type[msgspec.Struct]
+    request: type[Body]
     id_prefix: str
-    read: Callable[[bytes], Any]
     understand: Callable[[Any, ServedModel], RequestSpec]
-    frames: Callable[[RunningJob], Frames] | None
     body: Callable[[RunningJob], bytes]
+    frames: Callable[[RunningJob], Frames] | None = None
     error_body: Callable[[DisaggError], bytes] = error_json
     operation: str = "chat"
 
 
-CHAT = Api(
-    ChatRequest,
-    "chatcmpl-",
-    partial(read_request, kind=ChatRequest),
-    understand_chat,
-    answers.ChatFrames,
-    answers.chat_body,
-)
+CHAT = Api(ChatRequest, "chatcmpl-", understand_chat, answers.chat_body, answers.ChatFrames)
 COMPLETIONS = Api(
     CompletionRequest,
     "cmpl-",
-    partial(read_request, kind=CompletionRequest),
     understand_completion,
-    answers.CompletionFrames,
     answers.completion_body,
+    answers.CompletionFrames,
     operation="text_completion",
 )
 RESPONSES = Api(
     responses.ResponsesRequest,
     "resp_",
-    responses.read_response_request,
     responses.understand_response_request,
-    responses.ResponseFrames,
     responses.response_body,
+    responses.ResponseFrames,
 )
 MESSAGES = Api(
     anthropic.MessagesRequest,
     "msg_",
-    partial(anthropic.read_messages, kind=anthropic.MessagesRequest),
     anthropic.understand_messages,
-    anthropic.MessageFrames,
     anthropic.message_body,
+    anthropic.MessageFrames,
     anthropic.error_body,
 )
-
-
-def _of_prompts(
-    operation: str,
-    id_prefix: str,
-    kind: Any,
-    understand: Callable[[Any, ServedModel], RequestSpec],
-    body: Callable[[RunningJob], bytes],
-) -> Api:
-    """An API whose responses have no answers, so that nothing is streamed."""
-    read = partial(read_request, kind=kind)
-    return Api(kind, id_prefix, read, understand, None, body, operation=operation)
-
-
-EMBEDDINGS = _of_prompts(
-    "embeddings",
-    "embd-",
+EMBEDDINGS = Api(
     pooling.EmbeddingsRequest,
+    "embd-",
     pooling.understand_embeddings,
     pooling.embeddings_body,
+    operation="embeddings",
 )
-SCORE = _of_prompts(
-    "score", "score-", pooling.ScoreRequest, pooling.understand_score, pooling.score_body
+SCORE = Api(
+    pooling.ScoreRequest,
+    "score-",
+    pooling.understand_score,
+    pooling.score_body,
+    operation="score",
 )
-RERANK = _of_prompts(
-    "rerank", "rerank-", pooling.RerankRequest, pooling.understand_rerank, pooling.rerank_body
+RERANK = Api(
+    pooling.RerankRequest,
+    "rerank-",
+    pooling.understand_rerank,
+    pooling.rerank_body,
+    operation="rerank",
 )
 
 BY_PATH: Mapping[str, Api] = {

@@ -15,14 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from disagg.api.refusals import missing_parameter, only_text, refuse_fields
 from disagg.errors import InvalidRequest
-
-Read = TypeVar("Read", bound=msgspec.Struct)
 
 # Largest cost of a text. A value costs 1, a string 1 more, a container `_CONTAINER_COST` more.
 MAX_COST = 1 << 20
@@ -54,24 +52,32 @@ def load_object(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def read_struct(
-    body: bytes,
-    kind: type[Read],
-    refused: Mapping[str, str],
-    check: Callable[[dict[str, Any]], None] = lambda raw: None,
-) -> Read:
-    """Parse a body as a struct.
+class Body(msgspec.Struct, kw_only=True):
+    """The fields of a request, with their types and bounds. Unknown ones are ignored.
 
-    Args:
-        refused: see `refuse_fields`.
-        check: called with the raw fields first; may raise `InvalidRequest`.
+    Attributes:
+        refused: fields that are refused, and why; see `refuse_fields`.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    @staticmethod
+    def prepare(raw: dict[str, Any]) -> None:
+        """Called with the raw fields before they are converted; may raise `InvalidRequest`."""
+
+
+Read = TypeVar("Read", bound=Body)
+
+
+def read_body(body: bytes, kind: type[Read]) -> Read:
+    """Parse a request and check types and bounds.
 
     Raises:
         InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
     raw = load_object(body)
-    refuse_fields(raw, refused)
-    check(raw)
+    refuse_fields(raw, kind.refused)
+    kind.prepare(raw)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -10,14 +10,14 @@ Nothing is stored between requests: the client sends the whole conversation each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from disagg.api.json_body import read_struct
 from disagg.api.openai.fields import (
+    REFUSED,
     AnswerFields,
     ChatMessage,
     ChatRequest,
@@ -38,7 +38,7 @@ from disagg.api.openai.fields import (
     ToolCall,
     ToolChoice,
 )
-from disagg.api.openai.requests import REFUSED, understand_chat
+from disagg.api.openai.requests import understand_chat
 from disagg.api.refusals import missing_parameter, only_text
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob, named_event
@@ -101,20 +101,6 @@ class Reasoning(msgspec.Struct):
     effort: Effort | None = None
 
 
-class ResponsesRequest(AnswerFields, kw_only=True):
-    input: str | Annotated[list[Item], Meta(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    include_reasoning: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
-
-
 _IS_STATELESS = "This server stores no conversations: send the whole conversation as input."
 _REFUSED = {
     # Fields of completions. `stream_options` has other fields here, which change no answer.
@@ -136,17 +122,28 @@ _REFUSED = {
 }
 
 
-def read_response_request(body: bytes) -> ResponsesRequest:
-    """Parse the body of `/v1/responses`. Raises `InvalidRequest`."""
-    return read_struct(body, ResponsesRequest, _REFUSED, _fill_in_types)
+class ResponsesRequest(AnswerFields, kw_only=True):
+    refused: ClassVar = _REFUSED
 
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
-def _fill_in_types(raw: dict[str, Any]) -> None:
-    """Items without a type are messages."""
-    items = raw.get("input")
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict):
-            item.setdefault("type", "message")
+    @staticmethod
+    def prepare(raw: dict[str, Any]) -> None:
+        """Items without a type are messages."""
+        items = raw.get("input")
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                item.setdefault("type", "message")
 
 
 def understand_response_request(request: ResponsesRequest, model: ServedModel) -> RequestSpec:

@@ -12,24 +12,23 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.anthropic import CountTokensRequest, read_messages, understand_count
+from disagg.api.anthropic import CountTokensRequest, understand_count
 from disagg.api.apis import Api
 from disagg.api.images import RemoteImage, fetch_images
-from disagg.api.json_body import off_loop
+from disagg.api.json_body import off_loop, read_body
 from disagg.api.openai.fields import (
     DetokenizeRequest,
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from disagg.api.openai.requests import read_request, understand_tokenize
+from disagg.api.openai.requests import understand_tokenize
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.refusals import invalid_value, too_long, unsupported
@@ -116,7 +115,7 @@ class Service:
         now = self._clock()
 
         def understand() -> RequestSpec:
-            request = api.read(body)
+            request: Any = read_body(body, api.request)
             spec = api.understand(request, self.model(request.model))
             return replace(spec, priority=priority_of(spec.priority, caller.min_priority))
 
@@ -156,8 +155,8 @@ class Service:
 
     async def tokenize(self, body: bytes) -> bytes:
         """The response body of `/tokenize`."""
-        read = partial(read_request, kind=TokenizeRequest)
-        request, model, token_ids = await self._tokenize(body, read, understand_tokenize)
+        asked = await self._tokenize(body, TokenizeRequest, understand_tokenize)
+        request, model, token_ids = asked
 
         def answer() -> bytes:
             texts = None
@@ -170,20 +169,19 @@ class Service:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The response body of `/v1/messages/count_tokens`."""
-        read = partial(read_messages, kind=CountTokensRequest)
-        _, _, token_ids = await self._tokenize(body, read, understand_count)
+        _, _, token_ids = await self._tokenize(body, CountTokensRequest, understand_count)
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 
     async def _tokenize(
         self,
         body: bytes,
-        read: Callable[[bytes], Asked],
+        kind: type[Asked],
         understand: Callable[[Asked, ServedModel], Prompt],
     ) -> tuple[Asked, ServedModel, list[int]]:
         """A request for the tokens of one prompt, its model, and the tokens."""
 
         def find_prompt() -> tuple[Asked, ServedModel, Prompt]:
-            request = read(body)
+            request = read_body(body, kind)
             model = self.model(request.model)
             return request, model, understand(request, model)
 
@@ -199,7 +197,7 @@ class Service:
         """The response body of `/detokenize`."""
 
         def answer() -> bytes:
-            request = read_request(body, DetokenizeRequest)
+            request = read_body(body, DetokenizeRequest)
             model = self.model(request.model)
             check_ids(request.tokens, model, "tokens")
             text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -209,14 +207,14 @@ class Service:
 
     async def load_adapter(self, body: bytes) -> str:
         """Serve a LoRA adapter, `/v1/load_lora_adapter`. Returns a sentence."""
-        asked = read_request(body, LoadAdapterRequest)
+        asked = read_body(body, LoadAdapterRequest)
         names = asked.lora_name, asked.lora_path, asked.base_model
         await self._adapters.load(*names, in_place=asked.load_inplace)
         return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
 
     async def unload_adapter(self, body: bytes) -> str:
         """Serve a LoRA adapter no more, `/v1/unload_lora_adapter`. Returns a sentence."""
-        asked = read_request(body, UnloadAdapterRequest)
+        asked = read_body(body, UnloadAdapterRequest)
         await self._adapters.unload(asked.lora_name)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
 

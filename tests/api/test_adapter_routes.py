@@ -10,6 +10,7 @@ import pytest
 from disagg.api import anthropic as messages
 from disagg.api import responses
 from disagg.api.anthropic import error_body
+from disagg.api.json_body import read_body
 from disagg.api.openai import fields as tools
 from disagg.api.openai.fields import ChatRequest
 from disagg.api.refusals import UnknownUrl
@@ -24,13 +25,13 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
 
 def from_response(**fields: Any) -> ChatRequest:
     body = json.dumps({"input": "hi"} | fields).encode()
-    return responses.as_chat(responses.read_response_request(body))
+    return responses.as_chat(read_body(body, responses.ResponsesRequest))
 
 
 def from_message(**fields: Any) -> ChatRequest:
     asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     body = json.dumps(asked | fields).encode()
-    return messages.as_chat(messages.read_messages(body, messages.MessagesRequest))
+    return messages.as_chat(read_body(body, messages.MessagesRequest))
 
 
 def values(chat: ChatRequest) -> dict[str, Any]:

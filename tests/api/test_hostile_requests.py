@@ -16,17 +16,17 @@ from disagg.api import apis
 from disagg.api.anthropic import (
     CountTokensRequest,
     MessagesRequest,
-    read_messages,
     understand_count,
 )
 from disagg.api.apis import Api
+from disagg.api.json_body import read_body
 from disagg.api.openai.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from disagg.api.openai.requests import read_request, understand_tokenize
+from disagg.api.openai.requests import understand_tokenize
 from disagg.api.responses import ResponsesRequest
 from disagg.api.served_model import ServedModel
 from disagg.errors import RequestError
@@ -138,18 +138,16 @@ def test_any_json_is_taken_or_refused(
     body = json.dumps(KINDS[kind] | change).encode()
 
     def step_by_step(api: Api) -> None:
-        api.understand(api.read(body), model)
+        api.understand(read_body(body, api.request), model)
 
     steps: dict[type[Any], Callable[[], Any]] = {
         ChatRequest: lambda: step_by_step(apis.CHAT),
         CompletionRequest: lambda: step_by_step(apis.COMPLETIONS),
         ResponsesRequest: lambda: step_by_step(apis.RESPONSES),
         MessagesRequest: lambda: step_by_step(apis.MESSAGES),
-        CountTokensRequest: lambda: understand_count(
-            read_messages(body, CountTokensRequest), model
-        ),
-        TokenizeRequest: lambda: understand_tokenize(read_request(body, TokenizeRequest), model),
-        DetokenizeRequest: lambda: read_request(body, DetokenizeRequest),
+        CountTokensRequest: lambda: understand_count(read_body(body, CountTokensRequest), model),
+        TokenizeRequest: lambda: understand_tokenize(read_body(body, TokenizeRequest), model),
+        DetokenizeRequest: lambda: read_body(body, DetokenizeRequest),
     }
     try:
         steps[kind]()
@@ -161,4 +159,4 @@ def test_any_json_is_taken_or_refused(
 @given(st.binary(max_size=64))
 def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        read_request(body, ChatRequest)
+        read_body(body, ChatRequest)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from disagg.api.openai.fields import ChatRequest, CompletionRequest
+from disagg.api.json_body import read_body
+from disagg.api.openai.fields import REFUSED, ChatRequest, CompletionRequest
 from disagg.api.openai.requests import (
-    REFUSED,
-    read_request,
     understand_chat,
     understand_completion,
 )
@@ -34,12 +33,12 @@ HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
 
 
 def chat(model: ServedModel | None = None, **fields: Any) -> RequestSpec:
-    request = read_request(json.dumps(HI | fields).encode(), ChatRequest)
+    request = read_body(json.dumps(HI | fields).encode(), ChatRequest)
     return understand_chat(request, model or served_model())
 
 
 def completion(**fields: Any) -> RequestSpec:
-    request = read_request(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
+    request = read_body(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
     return understand_completion(request, served_model())
 
 

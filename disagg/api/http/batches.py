@@ -19,7 +19,7 @@ from disagg.api.apis import HttpRoute, Method
 from disagg.api.http.reply import Reply, Stream, Writer
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.uploads import Form
-from disagg.api.json_body import read_struct
+from disagg.api.json_body import Body, read_body
 from disagg.api.openai.fields import Metadata
 from disagg.api.refusals import UnknownUrl, invalid_value, missing_parameter
 from disagg.batch.store import KEPT_S, BatchStore
@@ -30,7 +30,7 @@ CHECK_NBYTES = 16 << 20  # after so much of an upload it is checked whether ther
 MAX_LISTED = 100
 
 
-class BatchRequest(msgspec.Struct, kw_only=True):
+class BatchRequest(Body, kw_only=True):
     """The body of `POST /v1/batches`."""
 
     input_file_id: Annotated[str, Meta(max_length=128)]
@@ -99,7 +99,7 @@ class BatchApi:
         body = await request.read_body(1 << 16, self._bodies, self._config.default_timeout_s)
         self._bodies.give_back(request.num_body_bytes)
         request.num_body_bytes = 0
-        wanted = read_struct(body, BatchRequest, {})
+        wanted = read_body(body, BatchRequest)
 
         def create() -> Reply:
             store.file(tenant, wanted.input_file_id)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from disagg.api.json_body import Body
+from disagg.api.refusals import INTERNAL_FIELDS, NOT_IMPLEMENTED
 from disagg.api.request_spec import Milliseconds
 from disagg.config import MAX_PRIORITY
 
@@ -89,7 +91,27 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class RequestFields(msgspec.Struct, kw_only=True):
+# Fields that are refused, and why. Those that are not implemented would change the answer.
+REFUSED = {
+    **dict.fromkeys(INTERNAL_FIELDS, "Leave it out: clients may not set it."),
+    **dict.fromkeys(
+        (
+            "audio", "embed_dtype", "endianness", "function_call", "functions", "length_penalty",
+            "logprob_token_ids", "max_tokens_per_doc", "max_tokens_per_query", "modalities",
+            "normalize", "prediction", "repetition_detection", "return_prompt_text",
+            "return_token_offsets", "return_tokens_as_token_ids", "suffix", "truncation_side",
+            "use_beam_search", "watermarking", "web_search_options",
+        ),
+        NOT_IMPLEMENTED,
+    ),
+}  # fmt: skip
+
+
+class OpenAiBody(Body, kw_only=True):
+    refused: ClassVar = REFUSED
+
+
+class RequestFields(OpenAiBody, kw_only=True):
     """Fields that all requests to workers have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -176,6 +198,9 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    refused: ClassVar = REFUSED | dict.fromkeys(
+        ("echo", "add_special_tokens"), "Only /v1/completions has it."
+    )
     prompt_field: ClassVar = "messages"
     default_token_limit: ClassVar[int | None] = None  # as many as fit
 
@@ -205,6 +230,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
+    refused: ClassVar = REFUSED | dict.fromkeys(  # clients rely on their effect
+        ("tools", "documents", "reasoning_effort", "thinking_token_budget"),
+        "Use /v1/chat/completions, which supports it.",
+    )
     prompt_field: ClassVar = "prompt"
     default_token_limit: ClassVar = 16  # OpenAI's
 
@@ -224,7 +253,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return self.logprobs
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(OpenAiBody, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
@@ -240,7 +269,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+class LoadAdapterRequest(OpenAiBody, kw_only=True):
     """As vLLM's. `base_model` is needed only where several served models take adapters."""
 
     lora_name: AdapterName
@@ -249,10 +278,10 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     load_inplace: bool = False
 
 
-class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+class UnloadAdapterRequest(OpenAiBody, kw_only=True):
     lora_name: AdapterName
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(OpenAiBody, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
     model: Annotated[str, Meta(max_length=256)] | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's chats and text completions: reads requests and converts them to `RequestSpec`s.
+"""OpenAI's chats and text completions: converts requests to `RequestSpec`s.
 
 Unknown fields are ignored because clients send extra ones. Unsupported fields that would change the
 answer are refused by name. Everything that can be refused without a tokenizer is refused here: all
@@ -13,14 +13,14 @@ which fields, is read from its chat template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from disagg.api.images import ImageRules, RemoteImage, read_image
-from disagg.api.json_body import invalid_field, read_struct
+from disagg.api.json_body import invalid_field
 from disagg.api.openai.fields import (
     ChatMessage,
     ChatRequest,
@@ -37,8 +37,6 @@ from disagg.api.openai.fields import (
 )
 from disagg.api.openai.structured_output import json_text, make_strict, requested_grammar
 from disagg.api.refusals import (
-    INTERNAL_FIELDS,
-    NOT_IMPLEMENTED,
     invalid_value,
     missing_parameter,
     only_text,
@@ -51,38 +49,6 @@ from disagg.messages import Grammar, SamplingParams
 from disagg.text.answer_delta import Reader
 from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
 from disagg.text.tool_parsers.json_calls import read_llama3_json
-
-Request = TypeVar("Request", bound=msgspec.Struct)
-
-# Fields that are refused, and why. Those that are not implemented would change the answer.
-REFUSED = {
-    **dict.fromkeys(INTERNAL_FIELDS, "Leave it out: clients may not set it."),
-    **dict.fromkeys(
-        (
-            "audio", "embed_dtype", "endianness", "function_call", "functions", "length_penalty",
-            "logprob_token_ids", "max_tokens_per_doc", "max_tokens_per_query", "modalities",
-            "normalize", "prediction", "repetition_detection", "return_prompt_text",
-            "return_token_offsets", "return_tokens_as_token_ids", "suffix", "truncation_side",
-            "use_beam_search", "watermarking", "web_search_options",
-        ),
-        NOT_IMPLEMENTED,
-    ),
-}  # fmt: skip
-_REFUSED_IN_CHATS = REFUSED | dict.fromkeys(
-    ("echo", "add_special_tokens"), "Only /v1/completions has it."
-)
-# Clients rely on the effect of these fields of chats.
-_REFUSED_IN_COMPLETIONS = REFUSED | dict.fromkeys(
-    ("tools", "documents", "reasoning_effort", "thinking_token_budget"),
-    "Use /v1/chat/completions, which supports it.",
-)
-
-
-def read_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse `body` and check types and limits."""
-    of_kind = {ChatRequest: _REFUSED_IN_CHATS, CompletionRequest: _REFUSED_IN_COMPLETIONS}
-    return read_struct(body, kind, of_kind.get(kind, REFUSED))
-
 
 MAX_NUM_CHOICES = 128  # largest number of prompts times n in one request
 GREEDY_BELOW = 1e-5  # a temperature this small overflows the division and means greedy
