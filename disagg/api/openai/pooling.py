@@ -77,24 +77,12 @@ class Pairs(msgspec.Struct, frozen=True):
     queries: Sequence[str]
     documents: Sequence[str]
 
-    def __len__(self) -> int:
-        return max(len(self.queries), len(self.documents))
-
-    def __getitem__(self, number: int) -> tuple[str, str]:
-        first, second = self.places(number)
-        return self.queries[first], self.documents[second]
-
     @property
-    def num_chars(self) -> int:
-        both = self.queries, self.documents
-        return sum(sum(map(len, texts)) * (len(self) if len(texts) == 1 else 1) for texts in both)
-
-    def places(self, number: int) -> tuple[int, int]:
-        """Which query and which document pair `number` consists of."""
-        return (
-            number if len(self.queries) > 1 else 0,
-            number if len(self.documents) > 1 else 0,
-        )
+    def indices(self) -> list[tuple[int, int]]:
+        """Which query and which document each pair has."""
+        num_queries, num_documents = len(self.queries), len(self.documents)
+        numbers = range(max(num_queries, num_documents))
+        return [(number % num_queries, number % num_documents) for number in numbers]
 
 
 class _Repeated(msgspec.Struct, frozen=True):
@@ -191,13 +179,15 @@ def _of_pairs(
         )
     prompts: list[Prompt]
     if model.pooling.scores:
-        if pairs.num_chars > MAX_NUM_PAIR_CHARS:
+        together = [(pairs.queries[i], pairs.documents[j]) for i, j in pairs.indices]
+        num_chars = sum(len(query) + len(document) for query, document in together)
+        if num_chars > MAX_NUM_PAIR_CHARS:
             raise invalid_value(
                 param,
-                f"the pairs have {pairs.num_chars} characters, each with its whole query; at most"
+                f"the pairs have {num_chars} characters, each with its whole query; at most"
                 f" {MAX_NUM_PAIR_CHARS} are allowed. Send several requests.",
             )
-        prompts = [_together(*pairs[number], model) for number in range(len(pairs))]
+        prompts = [_together(query, document, model) for query, document in together]
         pooling = Pooling(model.scored_ids)
     elif model.pooling.embedding_size:
         prompts = [Text(text) for text in (*pairs.queries, *pairs.documents)]
@@ -263,8 +253,7 @@ def _scores(run: RunningJob) -> list[float]:
     pooled = [_floats(answer.pooled) for answer in run.kept]
     if run.spec.sampling.pooling == Pooling():
         queries, documents = pooled[: len(pairs.queries)], pooled[len(pairs.queries) :]
-        places = map(pairs.places, range(len(pairs)))
-        return [sum(map(mul, queries[i], documents[j])) for i, j in places]
+        return [sum(map(mul, queries[i], documents[j])) for i, j in pairs.indices]
     logits = [each[0] - sum(each[1:]) for each in pooled]
     return logits if request.use_activation is False else list(map(_probability, logits))
 
