@@ -17,7 +17,7 @@ from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
 from disagg.cli.serve_arguments import add_arguments
-from disagg.cli.serve_config import config_from_arguments, layers_of
+from disagg.cli.serve_config import layers_of
 from disagg.cli.supervisor import Ended, Signals, Supervisor, keep_serving
 from disagg.config import ServeConfig
 from disagg.errors import StartupError
@@ -27,7 +27,7 @@ from disagg.models.hub import fetch_model
 
 NUM_KEPT_LOGS = 10  # runs whose logs are kept if --log-dir is not given
 
-__all__ = ["add_arguments", "config_from_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:

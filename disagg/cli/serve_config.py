@@ -147,11 +147,6 @@ def flags_of_serve() -> dict[str, argparse.Action]:
     return flags_of(parser)
 
 
-def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
-    """The validated configuration of a command."""
-    return layers_of(arguments).config()
-
-
 def layers_of(arguments: argparse.Namespace) -> Layers:
     """
     Raises:

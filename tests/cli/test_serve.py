@@ -27,7 +27,7 @@ from tests.tiny_model import write_tiny_model
 def config_of(*words: str) -> ServeConfig:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    return serve.config_from_arguments(parser.parse_args(words))
+    return serve_config.layers_of(parser.parse_args(words)).config()
 
 
 def test_every_start_has_a_cluster_key_of_its_own() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
-from disagg.cli.serve_config import config_from_arguments
+from disagg.cli.serve_config import layers_of
 from disagg.config import CascadeConfig, EngineConfig, PromptJudge, ServeConfig, TierConfig
 from disagg.errors import DisaggError
 from disagg.tools.calibrate.report import as_yaml
@@ -127,7 +127,7 @@ def read_again(text: str, folder: Path) -> CascadeConfig | None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["demo-small", "demo-large", "--cascade", str(written)]
-    return config_from_arguments(parser.parse_args(words)).cascade
+    return layers_of(parser.parse_args(words)).config().cascade
 
 
 def test_no_prompt_is_refused_because_many_wait(

@@ -14,7 +14,7 @@ import pytest
 import disagg
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
-from disagg.cli.serve_config import config_from_arguments
+from disagg.cli.serve_config import layers_of
 from disagg.errors import StartupError
 from disagg.host import free_port
 from disagg.tools.doctor.report import DoctorReport, slowest
@@ -100,7 +100,7 @@ def test_every_error_that_sends_somebody_here_is_answered_here() -> None:
 def serve_config(*flags: str) -> float | None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    prior = config_from_arguments(parser.parse_args(list(flags))).transfer_prior
+    prior = layers_of(parser.parse_args(list(flags))).config().transfer_prior
     return None if prior is None else prior.bytes_per_s
 
 

@@ -20,7 +20,7 @@ from disagg.capacity.worker_steps import step_sizes
 from disagg.capacity.workload import Slo, Workload
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
-from disagg.cli.serve_config import config_from_arguments
+from disagg.cli.serve_config import layers_of
 from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
 from tests.pods import check_pods, config_of
@@ -163,7 +163,7 @@ def test_what_is_written_can_be_served_here(
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(["--config", str(tmp_path / "serve.yaml")])
-    config = config_from_arguments(arguments)
+    config = layers_of(arguments).config()
     assert config.tiers == config_of(serve, SECRETS).tiers
     assert config.tiers[0].engine.device == "cpu" and config.tiers[0].decode.num_gpus == 0
     assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
