@@ -227,7 +227,7 @@ def test_experts_in_8_bits(
             math.nan if dtype.is_floating_point else 1
         )
 
-    monkeypatch.setattr(triton_experts.torch, "empty", new)
+    monkeypatch.setattr(torch, "empty", new)
     monkeypatch.setattr(triton_experts, "EIGHT_BIT_ROWS", 8)
     num_experts, num_chosen, hidden, inner = 5, 2, 144, 80
     torch.manual_seed(3)
