@@ -306,6 +306,8 @@ _QWEN3_NEXT = {
     "BLOCK_K": 128,
     "BLOCK_V": 128,
     "TAPS": 4,
+    "CHUNK": 1,
+    "LONG": delta_net.CHUNK,
 }
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     *(
@@ -395,6 +397,13 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
         "bf16",
     ),
 ]
+
+
+def check_delta_nets_in_chunks(assembler: Assembler, arch: int) -> None:
+    sizes = {"CHUNK": delta_net.CHUNK, "BLOCK_V": delta_net.CHUNK_TILE}
+    constants, num_warps = {**_QWEN3_NEXT, **sizes}, delta_net.CHUNK_WARPS
+    compiled = compile_for(delta_net._delta_net_kernel, arch, constants, num_warps=num_warps)
+    check_product(assembler, compiled, arch)
 
 
 def check_without_spills(

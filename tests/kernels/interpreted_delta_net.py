@@ -19,10 +19,10 @@ from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from tests.models.paging import SMALL_HYBRID, Tokens, new_slab, run_step
 
-BLOCK_SIZE, NUM_COLUMNS = 4, 8
+BLOCK_SIZE, NUM_COLUMNS = 4, 11
 # Of each sequence its tokens in the step, and those after it: decodes in a row and at its begin, a
-# new prompt, chunks that begin in a row and behind one, and one that is shorter than the taps.
-MIXED = [(1, 6), (1, 5), (1, 1), (9, 9), (7, 13), (11, 19), (2, 12)]
+# new prompt, prompts in one chunk and more, after others and new, and fewer tokens than taps.
+MIXED = [(1, 6), (1, 5), (1, 1), (9, 9), (19, 23), (37, 43), (2, 12), (16, 16)]
 SIZES = [
     DeltaHeads(num_key_heads=2, num_heads=4, key_dim=8, value_dim=16, taps=4),
     DeltaHeads(num_key_heads=3, num_heads=3, key_dim=5, value_dim=6, taps=2),
@@ -46,11 +46,11 @@ def _inputs(heads: DeltaHeads, dtype: torch.dtype, *, has_rows: bool) -> _Inputs
     shape, places = StateShape(heads, num_layers=2), state_places(4, (0, 3))
     sizes = 2, 2, BLOCK_SIZE, 14
     pages = new_pages(
-        format_of(torch.float32), 400, *sizes, torch.device("cpu"), places=places, states=shape
+        format_of(torch.float32), 800, *sizes, torch.device("cpu"), places=places, states=shape
     )
     pages.blocks.normal_(generator=drawn)
     num_groups = pages.num_groups
-    order = torch.randperm(400, generator=drawn)[: num_seqs * num_groups * NUM_COLUMNS]
+    order = torch.randperm(800, generator=drawn)[: num_seqs * num_groups * NUM_COLUMNS]
     tables = order.view(num_seqs, num_groups * NUM_COLUMNS).int()
     counts, lengths = zip(*MIXED, strict=True)
     starts = torch.tensor([0, *counts]).cumsum(0)
@@ -119,7 +119,7 @@ def test_nan_stays_in_its_sequence() -> None:
         delta_net(each.mixed, each.decay, each.beta, each.taps, each.pages, 0, each.batch)
         for each in (inputs, clean)
     )
-    owner = torch.repeat_interleave(torch.arange(7), inputs.batch.query_start.diff())
+    owner = torch.repeat_interleave(torch.arange(8), inputs.batch.query_start.diff())
     assert made[owner == 3].isnan().any()
     assert torch.equal(made[owner != 3], expected[owner != 3])
 

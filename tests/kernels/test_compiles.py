@@ -36,6 +36,7 @@ from tests.kernels.compiling import (
     Assembler,
     check_attention,
     check_cut,
+    check_delta_nets_in_chunks,
     check_latent_attention,
     check_without_spills,
     compile_for,
@@ -195,6 +196,11 @@ def test_e4m3_needs_an_sm_89() -> None:
 @pytest.mark.parametrize("is_long", [False, True])
 def test_the_cut(is_long: bool, window: int, arch: int, assembler: Assembler) -> None:
     check_cut(assembler, arch, window, is_long=is_long)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_delta_nets_in_chunks(arch: int, assembler: Assembler) -> None:
+    check_delta_nets_in_chunks(assembler, arch)
 
 
 @pytest.mark.parametrize(
