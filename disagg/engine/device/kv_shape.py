@@ -5,12 +5,12 @@ Loads torch only to ask a GPU for its compute capability.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 from disagg.config import EngineConfig
 from disagg.engine.device.choices import DeviceType
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.host import read_memory
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
 from disagg.kernels.recurrent_state import StateShape
 from disagg.kv_groups import MAX_GROUPS, STATE, KVGroups, LayerGroups, group_with_states
@@ -213,7 +213,7 @@ def choose_num_blocks(
             f" {config.gpu_memory_utilization:g} leaves beside the weights and the largest step"
         )
     else:
-        allowed = _host_memory_nbytes() // CPU_MEMORY_SHARE
+        allowed = read_memory()[0] // CPU_MEMORY_SHARE
         nbytes = max(CPU_CACHE_NBYTES, full_nbytes if full_nbytes <= allowed else 0)
         num_blocks = min(nbytes // shape.block_nbytes, max_num_seqs * num_needed)
         source = f"the {CPU_CACHE_NBYTES} bytes that a cache on a CPU has by default"
@@ -243,10 +243,6 @@ def _smaller_format(shape: KVShape) -> str:
     if shape.format.has_scales or shape.num_vectors == 1:
         return ""
     return f", or set kv_cache_dtype = int8 ({smaller.block_nbytes} bytes a block)"
-
-
-def _host_memory_nbytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _capability() -> tuple[int, int]:

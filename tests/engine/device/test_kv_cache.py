@@ -98,12 +98,13 @@ def test_a_cpu_gets_what_it_can_use_up_to_a_limit() -> None:
 def test_a_cpu_makes_room_for_one_full_sequence_where_there_is_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In its container, if it has one."""
     max_model_len = 4 * (CPU_CACHE_NBYTES // SHAPE.block_nbytes + 100)
     memory = sys.modules["disagg.engine.device.kv_shape"]
-    monkeypatch.setattr(memory, "_host_memory_nbytes", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "read_memory", lambda: (1 << 40, 0))
     num_blocks = choose(EngineConfig(), max_model_len)
     assert num_blocks == max_model_len // 4
-    monkeypatch.setattr(memory, "_host_memory_nbytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "read_memory", lambda: (1 << 30, 0))
     with pytest.raises(NotEnoughMemory, match="raise kv_cache_memory_bytes"):
         choose(EngineConfig(), max_model_len)
 
