@@ -279,6 +279,7 @@ def decode_cost(
     num_held_tokens: int,
     num_output_tokens: int,
     usual_output_tokens: float = USUAL_OUTPUT_TOKENS,
+    first_token_s: float = 0.0,
 ) -> DecodeCost:
     """The cost of generating `num_output_tokens` after `num_tokens` on `worker`.
 
@@ -286,11 +287,16 @@ def decode_cost(
     (`engine/sched/step_budget.py`). While steps stay within the SLO, one more stream does not delay
     the others; it leaves room for fewer prompt tokens. The first stream of a worker displaces most,
     since steps without streams may have any length. So with a tight SLO it is best to gather
-    streams on few workers; with a loose one they cost little anywhere. Once decode steps alone
-    exceed the SLO, each additional stream makes all of them miss it.
+    streams on few workers; with a loose one they cost little anywhere. Each stream pays an equal
+    share of what all displace: a worker is without streams again only when the last one has ended.
+    Once decode steps alone exceed the SLO, each additional stream makes all of them miss it. For
+    that all streams on their way count, since they may begin together; for the rest those that are
+    expected to decode beside this one. (What both are worth: docs/notebook/routing.md,
+    "Completions at 10 ms".)
 
     Args:
         usual_output_tokens: expected answer length of the sequences that run there.
+        first_token_s: until this one's first token, and those of the others on their way.
     """
     num_decoding, num_context = worker.num_decoding, worker.num_context_tokens
     times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
@@ -307,19 +313,24 @@ def decode_cost(
         delay_s = num_output_tokens * added_s * num_decoding
         return DecodeCost(worker, num_held_tokens, place_s, decode_s, delay_s)
 
+    slo_s = TPOT_SHARE * tpot_slo_s
     step_s = times.decode_step_s(streams.num + 1, num_context + num_mean_context)
+    share = _share_then(streams, first_token_s, usual_output_tokens * batch_s)
+    num_then, context_then = share * streams.num, share * num_context
+    step_then_s = times.decode_step_s(num_then + 1.0, context_then + num_mean_context)
     # Seconds that the SLO leaves to a stream anyway are no gain.
-    decode_s = num_output_tokens * min(1.0, step_s / tpot_slo_s) * step_s
-    rate = streams.prompt_rate
-    delay_s, rate_then = _displaced_s(worker, streams.num + 1, step_s, rate, num_output_tokens)
-    if rate_then < rate:  # queued prompts wait longer
-        slower_s = worker.num_uncomputed_tokens * (1.0 / rate_then - 1.0 / rate)
-        delay_s += worker.backlog.num_prompts * slower_s
+    decode_s = num_output_tokens * min(1.0, step_then_s / tpot_slo_s) * step_then_s
+    displaced_s, rate_then = _displaced_s(worker, num_then + 1.0, step_then_s, num_output_tokens)
+    delay_s = displaced_s / (num_then + 1.0)
+    if num_then >= 1.0:
+        before_s = times.decode_step_s(num_then, context_then)
+        rate, _ = prompt_rate(times, tpot_slo_s, num_then, before_s)
+        if rate_then < rate:  # queued prompts wait longer
+            slower_s = worker.num_uncomputed_tokens * (1.0 / rate_then - 1.0 / rate)
+            delay_s += worker.backlog.num_prompts * slower_s
     if place_s > 0.0:  # one worker more must decode: this is its first stream
         first_s = times.decode_step_s(1, num_mean_context)
-        full_rate = streams.full_prompt_rate
-        delay_s += _displaced_s(worker, 1, first_s, full_rate, num_output_tokens)[0]
-    slo_s = TPOT_SHARE * tpot_slo_s
+        delay_s += _displaced_s(worker, 1.0, first_s, num_output_tokens)[0]
     return DecodeCost(
         worker,
         num_held_tokens,
@@ -332,20 +343,34 @@ def decode_cost(
     )
 
 
+def _share_then(streams: RunningStreams, first_token_s: float, answer_s: float) -> float:
+    """The share of a worker's streams that decode when this one begins, as expected.
+
+    Answers end at random, one in `answer_s`; those on their way begin evenly until then, so some
+    of them have ended as well (Little's law: as many decode as begin while one does).
+    """
+    if not streams.num:
+        return 0.0
+    num_answers = first_token_s / max(answer_s, 1e-6)
+    left = math.exp(-num_answers)
+    left_of_coming = (1.0 - left) / num_answers if num_answers > 1e-9 else 1.0
+    num_coming = streams.num - streams.num_now
+    return (streams.num_now * left + num_coming * left_of_coming) / streams.num
+
+
 def _displaced_s(
-    worker: WorkerView, num_streams: int, step_s: float, rate: float, num_output_tokens: int
+    worker: WorkerView, num_streams: float, step_s: float, num_output_tokens: int
 ) -> tuple[float, float]:
-    """How long a worker without streams would compute the prompts that a new stream displaces; and
-    the prompt tokens that the worker then computes a second.
+    """How long a worker without streams would compute the prompts that these streams displace while
+    an answer is generated; and the prompt tokens that the worker then computes a second.
 
     Args:
-        num_streams, step_s: with the new one, and a step of these without prompt tokens.
-        rate: prompt tokens a second before it.
+        step_s: a step of these streams without prompt tokens.
     """
     assert worker.streams is not None
-    rate_then, mixed_s = prompt_rate(worker.times, worker.tpot_slo_s, num_streams, step_s)
-    lost = max(0.0, rate - rate_then) / worker.streams.full_prompt_rate
-    return num_output_tokens * mixed_s * lost, rate_then
+    full_rate = worker.streams.full_prompt_rate
+    rate, mixed_s = prompt_rate(worker.times, worker.tpot_slo_s, num_streams, step_s)
+    return num_output_tokens * mixed_s * max(0.0, full_rate - rate) / full_rate, rate
 
 
 def _num_missed(streams: RunningStreams, step_s: float, slo_s: float, per_step_s: float) -> float:

@@ -64,7 +64,7 @@ TIE = 1e-3  # costs of one kind that are this close, as a fraction, are equal
 # gets prompts in any case, when the others are busy.
 SLOWER, SILENT_S = 1.1, 4.0
 
-_total_s = attrgetter("total_s")
+_total_s, _first_token_s = attrgetter("total_s"), attrgetter("first_token_s")
 
 
 class ChooseRoute(Protocol):
@@ -187,10 +187,10 @@ def _candidates(
     """
     prefills, decodes = compared
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now, *compared.holder())
-    goals = _goals(decodes, prompt)
     num_queued = fleet.queued.get(request.model, 0) / compared.num_workers
     pool = PoolPressure.of(decodes, num_queued, spares_decodes=prefills is not None)
     costs = prefill_costs(decodes, prompt, pool)
+    goals = _goals(decodes, prompt, min(map(_first_token_s, costs)))
     if only is not None:
         pairs = zip(costs, goals, strict=True)
         local = [local_route(prompt, *pair) for pair in pairs if pair[0].worker is only]
@@ -210,10 +210,10 @@ def _candidates(
     return candidates + remote_routes(goals, prompt, costs)
 
 
-def _goals(decodes: Side, prompt: Prompt) -> list[DecodeCost]:
+def _goals(decodes: Side, prompt: Prompt, first_token_s: float = 0.0) -> list[DecodeCost]:
     num_tokens, num_output, usual = prompt[:3]
     return [
-        decode_cost(worker, num_tokens, num_held, num_output, usual)
+        decode_cost(worker, num_tokens, num_held, num_output, usual, first_token_s)
         for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
     ]
 

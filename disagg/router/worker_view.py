@@ -69,6 +69,7 @@ class RunningStreams(NamedTuple):
     """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
 
     num: sequences that decode, and sequences that will decode here after their prompt.
+    num_now: of these, those that decode.
     step_s: a step without prompt tokens.
     prompt_rate: prompt tokens that the worker can compute a second beside them.
     full_prompt_rate: the same if there were no streams.
@@ -76,6 +77,7 @@ class RunningStreams(NamedTuple):
     """
 
     num: int
+    num_now: int
     step_s: float
     prompt_rate: float
     full_prompt_rate: float
@@ -93,23 +95,28 @@ class RunningStreams(NamedTuple):
 
     @classmethod
     def predict(
-        cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
+        cls,
+        times: StepTimeModel,
+        tpot_slo_s: float,
+        num: int,
+        num_now: int,
+        num_context_tokens: int,
     ) -> RunningStreams:
         """`num_context_tokens`: of all of them."""
         chunk_s = times.prompt_step_s + CHUNK_TOKENS * times.per_token_s
         full_rate = CHUNK_TOKENS / max(chunk_s, LEAST_STEP_S)
         if not num:
-            return cls(0, 0.0, full_rate, full_rate)
+            return cls(0, 0, 0.0, full_rate, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
         rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
         least_s = LEAST_CHUNK_TOKENS * times.per_token_s
         prompt_step_s = step_s + times.per_prompt_step_s
         room_s = max(least_s, TPOT_SHARE * tpot_slo_s - prompt_step_s)
-        return cls(num, step_s, rate, full_rate, room_s, prompt_step_s)
+        return cls(num, num_now, step_s, rate, full_rate, room_s, prompt_step_s)
 
 
 def prompt_rate(
-    times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
+    times: StepTimeModel, tpot_slo_s: float, num_streams: float, streams_s: float
 ) -> tuple[float, float]:
     """Prompt tokens that a worker can compute a second beside some streams, and the seconds of a
     step with both.
@@ -235,7 +242,8 @@ class WorkerView(msgspec.Struct, frozen=True):
         if tpot_slo_s != math.inf:
             num_beside = status.num_running - status.num_prefilling
             num_streams = num_decoding - status.num_leaving
-            streams = RunningStreams.predict(times, tpot_slo_s, num_streams, num_context)
+            num_now = min(num_streams, num_beside)
+            streams = RunningStreams.predict(times, tpot_slo_s, num_streams, num_now, num_context)
         return cls(
             worker_id=record.worker_id,
             record=record,
