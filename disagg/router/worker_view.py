@@ -71,15 +71,13 @@ class RunningStreams(NamedTuple):
     num: sequences that decode, and sequences that will decode here after their prompt.
     num_now: of these, those that decode.
     step_s: a step without prompt tokens.
-    prompt_rate: prompt tokens that the worker can compute a second beside them.
-    full_prompt_rate: the same if there were no streams.
+    full_prompt_rate: prompt tokens that the worker could compute a second without them.
     room_s: seconds that a step beside them has for prompts; inf: there are no streams.
     """
 
     num: int
     num_now: int
     step_s: float
-    prompt_rate: float
     full_prompt_rate: float
     room_s: float = math.inf
     prompt_step_s: float = 0.0  # a step with prompts, but for their tokens
@@ -106,13 +104,12 @@ class RunningStreams(NamedTuple):
         chunk_s = times.prompt_step_s + CHUNK_TOKENS * times.per_token_s
         full_rate = CHUNK_TOKENS / max(chunk_s, LEAST_STEP_S)
         if not num:
-            return cls(0, 0, 0.0, full_rate, full_rate)
+            return cls(0, 0, 0.0, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
-        rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
         least_s = LEAST_CHUNK_TOKENS * times.per_token_s
         prompt_step_s = step_s + times.per_prompt_step_s
         room_s = max(least_s, TPOT_SHARE * tpot_slo_s - prompt_step_s)
-        return cls(num, num_now, step_s, rate, full_rate, room_s, prompt_step_s)
+        return cls(num, num_now, step_s, full_rate, room_s, prompt_step_s)
 
 
 def prompt_rate(

@@ -135,7 +135,7 @@ def test_where_streams_begin_as_often_as_they_end_as_many_decode_later_as_now(
 ) -> None:
     """Little's law, before and after the wait of those on their way."""
     num_now, num_coming = round(per_s * answer_s), round(per_s * wait_s)
-    some = RunningStreams(num_now + num_coming, num_now, 0.01, 1.0, 2.0)
+    some = RunningStreams(num_now + num_coming, num_now, 0.01, 2.0)
     then = some.num * _share_then(some, wait_s, answer_s)
     assert then == pytest.approx(per_s * answer_s, abs=1.0)
     assert _share_then(some, 0.0, answer_s) == (1.0 if some.num else 0.0)
