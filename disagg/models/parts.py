@@ -492,7 +492,7 @@ def _boxed(part: Part, dimension: int, own: Range) -> Part:
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
     """Prefixes of the names of layers that predict further tokens, which are not used."""
     config = model.config
-    if FAMILIES[config.family].has_delta_nets:
+    if config.states is not None:
         return ("mtp.",)
     last = config.num_layers + config.num_nextn_layers
     return tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))

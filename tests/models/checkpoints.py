@@ -317,6 +317,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     ),
 }
+# Ranks have shares of these, and adapters change them: not of models with recurrent states.
+WITHOUT_STATES = {
+    name: each for name, each in VARIANTS.items() if "linear_num_key_heads" not in each[1]
+}
 
 
 @dataclass(frozen=True)

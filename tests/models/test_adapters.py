@@ -24,7 +24,7 @@ from disagg.models.share import WHOLE, Share
 from tests.grids import some
 from tests.models import test_ranks
 from tests.models.adapters import ALL, targets_of, write_adapter
-from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.checkpoints import VARIANTS, WITHOUT_STATES, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.paging import Tokens, make_batch, new_slab
 from tests.models.quantized_files import write_quantized
@@ -75,7 +75,7 @@ def some_tokens(num: int, length: int) -> list[Tokens]:
     ]
 
 
-SUPPORTED = [name for name, (_, config) in VARIANTS.items() if "kv_lora_rank" not in config]
+SUPPORTED = [name for name, (_, config) in WITHOUT_STATES.items() if "kv_lora_rank" not in config]
 OF_FAMILIES = [name for name in test_ranks.OF_FAMILIES.values() if name in SUPPORTED]
 
 

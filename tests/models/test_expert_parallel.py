@@ -21,7 +21,7 @@ from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks, possible_ranks
 from disagg.models.weights import load_weights
 from tests.grids import some
-from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.checkpoints import WITHOUT_STATES, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.quantized_files import GPT_OSS, write_quantized
 from tests.models.test_ranks import compare, eight_heads
@@ -29,7 +29,7 @@ from tests.models.test_ranks import compare, eight_heads
 CPU = torch.device("cpu")
 WITH_EXPERTS = [
     name
-    for name, (family, _) in VARIANTS.items()
+    for name, (family, _) in WITHOUT_STATES.items()
     if FAMILIES[f"{family}ForCausalLM"].experts is not None
 ]
 # Unlike in their experts: biases, shared ones, dense layers, groups.
