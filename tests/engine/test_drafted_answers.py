@@ -40,7 +40,7 @@ CONFIG = EngineConfig(
     num_gpu_blocks_override=64,
 )
 NUM_BLOCKS = 20  # of a worker of the fleet: too few for what it has at a time
-NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_TOKENS = 200 if IS_WHOLE else 16, 96, 32
+NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_TOKENS = 200 if IS_WHOLE else 8, 96, 32
 KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ngram": lambda _: {"prompt_lookup_max": 2},
     "draft_model": lambda _: {"model": "demo-small"},
@@ -60,7 +60,7 @@ def test_greedy_answers(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_room_to_grow")
-@pytest.mark.parametrize("kind", some(["draft_model", "eagle3"], KINDS))
+@pytest.mark.parametrize("kind", some(["eagle3"], KINDS))
 async def test_greedy_answers_of_a_fleet(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
