@@ -17,6 +17,7 @@ from disagg.router.worker_view import host_id
 from disagg.time_model import StepTimeModel
 from tests.e2e.single_engine import SingleEngine
 from tests.grids import some
+from tests.router.fakes import held_by
 from tests.test_local_cold_tier import NUM_OTHERS, PROMPT, chat, prefix_of
 from tests.tiny_model import write_tiny_model
 
@@ -42,7 +43,7 @@ async def comes_back(
     in_host = {host_id(worker.record.worker_id) for worker in cluster.workers}
     for other in OTHERS:
         assert (await chat(client, other))[0] == answers[other]
-    assert set(index.match(names)) <= in_host, "it is still in a cache"
+    assert set(held_by(index, names)) <= in_host, "it is still in a cache"
     text, num_cached = await chat(client, PROMPT)
     assert text == answers[PROMPT]
     return num_cached

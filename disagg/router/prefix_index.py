@@ -60,28 +60,29 @@ class PromptHolders:
         return depths
 
     def deepest(self, among: int, most: int, turn: float) -> list[int]:
-        """The bits of up to `most` workers of the mask `among`: first those that have most of the
-        prompt, then those that the search for these has met, which have less.
+        """The bits of up to `most` workers of the mask `among` that have the first block, those
+        that have most of the prompt first.
 
         Args:
             turn: a fraction from 0 to 1 that selects the first of equal workers.
         """
-        low, high, met = 0, len(self._hashes), []
-        while low < high:
-            middle = (low + high) // 2
-            if holders := self._look_up(middle) & among:
-                met.append(holders)
-                low = middle + 1
-            else:
-                high = middle
-        chosen: dict[int, None] = {}
-        for holders in reversed(met):
-            later = holders >> (start := int(turn * holders.bit_length())) << start
-            for bit in chain(_bits_of(later), _bits_of(holders ^ later)):
-                chosen[bit] = None
-                if len(chosen) == most:
-                    return [*chosen]
-        return [*chosen]
+        chosen, most_blocks = list[int](), len(self._hashes)
+        while len(chosen) < most:
+            low, high, equal = 0, most_blocks, 0
+            while low < high:
+                middle = (low + high) // 2
+                mask = self._masks[middle]
+                if holders := (self._look_up(middle) if mask is None else mask) & among:
+                    low, equal = middle + 1, holders
+                else:
+                    high = middle
+            if not equal:
+                break
+            later = equal >> (start := int(turn * equal.bit_length())) << start
+            in_turn = chain(_bits_of(later), _bits_of(equal ^ later))
+            chosen += islice(in_turn, most - len(chosen))
+            among, most_blocks = among ^ equal, low - 1  # the others have less
+        return chosen
 
     def _look_up(self, number: int) -> int:
         block = self._hashes[number]
@@ -121,11 +122,6 @@ class PrefixIndex:
     def bit(self, worker_id: str) -> int:
         """The bit of a worker until its next snapshot; 0: it is not known."""
         return self._bits.get(worker_id, 0)
-
-    def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """The number of leading blocks that each worker has cached, if it has at least one."""
-        depths = self.find(block_hashes).depths(self._bits.values())
-        return {name: depth for name, depth in zip(self._bits, depths, strict=True) if depth}
 
     def find(self, block_hashes: Sequence[BlockHash]) -> PromptHolders:
         return PromptHolders(self._shards, block_hashes)

@@ -19,7 +19,7 @@ from disagg.router.prefix_index import PrefixIndex, PromptHolders
 from disagg.router.worker_view import WorkerView, host_id
 
 # Workers of each pool that a decision compares: those with most of the prompt, and random ones.
-NUM_DEEPEST, NUM_RANDOM = 4, 8
+NUM_DEEPEST, NUM_RANDOM = 4, 12
 
 
 class PooledWorker:
@@ -203,7 +203,7 @@ def sample_workers(
             num_deepest = NUM_DEEPEST + 2 * len(exclude)
             deepest = found.deepest(pool.bits, num_deepest, rng.random())
             holders = [pool.by_bit[bit] for bit in deepest]
-            chosen = rng.choices(workers, k=num_random)
+            chosen = rng.sample(workers, num_random)
             chosen += [each for each in holders if each.worker_id not in exclude]
             # One may be found for its cache, for its host memory, and by chance.
             chosen = list(dict.fromkeys(chosen))

@@ -207,14 +207,17 @@ def test_an_mtp_layer(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_room_to_grow")
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
 def test_medusa_heads(is_ahead: bool, directory: Path, tmp_path: Path) -> None:
-    """Which say again what the model has said last: its answers often repeat a token."""
-    table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    compare(repeating_heads(directory, tmp_path), directory, "alike", is_ahead)
+
+
+def repeating_heads(model: Path, place: Path) -> SpeculativeConfig:
+    """Of Medusa heads that say again what the model has said last: answers often repeat a token."""
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     tensors = {f"lm_heads.{i}.weight": table for i in range(3)}
     for i, j in product(range(3), range(2)):
         tensors[f"blocks.{i}.layers.{j}.weight"] = np.zeros((128, 128), np.float32)
-    heads = write_medusa(tmp_path, directory, tensors=tensors)
-    asked = SpeculativeConfig(method="medusa", model=str(heads))
-    compare(asked, directory, "alike", is_ahead)
+    heads = write_medusa(place, model, tensors=tensors)
+    return SpeculativeConfig(method="medusa", model=str(heads))
 
 
 def head_for(model: Path, place: Path) -> SpeculativeConfig:
@@ -260,7 +263,7 @@ def compare(asked: SpeculativeConfig, directory: Path, how: str, is_ahead: bool 
     assert share == 1.0 if how == "same" else 0.0 < share < 1.0
 
 
-@pytest.mark.parametrize("method", ["draft_model", "early_exit", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "early_exit", "eagle3", "medusa"])
 def test_drafts_beside_adapters(method: str, tmp_path: Path) -> None:
     """What drafts has no adapters; each answer is that of a merged model."""
     place = write_tiny_adapters(tmp_path, ("red", "green"))
@@ -269,6 +272,7 @@ def test_drafts_beside_adapters(method: str, tmp_path: Path) -> None:
         "draft_model": draft_of(str(place / "tiny")),
         "early_exit": FIRST_LAYER,
         "eagle3": head_for(place / "tiny", tmp_path / "head"),
+        "medusa": repeating_heads(place / "tiny", tmp_path / "heads"),
     }[method]
     config = replace(CONFIG, enable_lora=True, max_loras=2, speculative_config=drafts)
     engine = build_engine(config, model)[0]

@@ -21,7 +21,7 @@ from disagg.router.output_length import USUAL_OUTPUT_TOKENS, OutputLengths
 from tests.api.fakes import TOKENIZER, request_spec
 from tests.deltas import answers
 from tests.links.fakes import KEY, FakeWorker, fake_worker, until
-from tests.router.fakes import make_record, make_request, make_status
+from tests.router.fakes import held_by, make_record, make_request, make_status
 
 
 class FakeEngine:
@@ -125,7 +125,7 @@ async def test_a_cached_prompt_is_found_by_the_events_of_the_first() -> None:
         for turn in range(5):
             request = make_request(1000, max_tokens=5, request_id=f"request-{turn}")
             assert await answer(dispatcher, request) == list(range(1000, 1005))
-            await until(lambda: fleet.index.match(make_request(1000).block_hashes))
+            await until(lambda: held_by(fleet.index, make_request(1000).block_hashes))
         chosen = {dispatcher.decision(f"request-{turn}")[0].route.decode for turn in range(5)}
         assert len(chosen) == 1
         assert dispatcher.decision("request-4")[0].route.num_cached_tokens == 992

@@ -42,6 +42,7 @@ from tests.links.fakes import (
     start_of,
     until,
 )
+from tests.router.fakes import held_by
 
 
 async def test_many_streams_share_a_link() -> None:
@@ -265,7 +266,7 @@ async def test_parts_of_a_snapshot_are_no_reports_of_the_load(
         await until(lambda: fleet.view().workers)
         fleet.sent(fleet.reserve("decode-0", RequestLoad(0, 1, 100)))
         worker.server.publish_snapshot(1, names, WorkerStatus())
-        await until(lambda: fleet.index.match(names) == {"decode-0": 6})
+        await until(lambda: held_by(fleet.index, names) == {"decode-0": 6})
         assert fleet.view().workers["decode-0"].num_decoding == 1
 
 

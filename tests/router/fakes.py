@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from disagg.blocks import BlockHash, hash_blocks, hash_root
@@ -15,6 +16,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.fleet import Fleet
+from disagg.router.prefix_index import PrefixIndex
 
 BLOCK_SIZE = 16
 ROOT = hash_root("toy", BLOCK_SIZE)
@@ -87,3 +89,9 @@ def make_request(num_tokens: int = 100, **changes: Any) -> GenerateRequest:
         "deadline_unix_s": 1e12,
     }
     return GenerateRequest(**(fields | changes))
+
+
+def held_by(index: PrefixIndex, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
+    """The number of leading blocks that each worker has cached, if it has at least one."""
+    depths = index.find(block_hashes).depths(index._bits.values())
+    return {name: depth for name, depth in zip(index._bits, depths, strict=True) if depth}

@@ -47,10 +47,14 @@ def report(
 
 
 def chosen(
-    fleet: Fleet, clock: Clock, exclude: Collection[str] = (), ttft_slo_s: float = 100.0
+    fleet: Fleet,
+    clock: Clock,
+    exclude: Collection[str] = (),
+    ttft_slo_s: float = 100.0,
+    seed: int = 0,
 ) -> Counter[str]:
     """How often each worker computes a long prompt."""
-    rng, found = random.Random(0), Counter[str]()
+    rng, found = random.Random(seed), Counter[str]()
     for _ in range(NUM_DECISIONS):
         told = fleet.view(), fleet.index, clock.now_s, rng, exclude, ttft_slo_s
         route = choose_route(make_request(4000), *told)
@@ -141,7 +145,8 @@ def test_a_slow_worker_of_a_large_pool_is_found() -> None:
     for number in range(100):
         join(fleet, f"p-more{number}", COSTS.coefficients)
     clock.now_s += SILENT_S
-    assert chosen(fleet, clock)["p0"] > 0
+    # One of 103 is compared in a ninth of the decisions that explore.
+    assert any(chosen(fleet, clock, seed=seed)["p0"] for seed in range(20))
 
 
 def test_a_worker_that_has_left_is_forgotten() -> None:

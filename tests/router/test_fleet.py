@@ -14,7 +14,14 @@ from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Reservation
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import StepTimeModel
 from tests.grids import examples
-from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
+from tests.router.fakes import (
+    COSTS,
+    held_by,
+    make_fleet,
+    make_record,
+    make_request,
+    make_status,
+)
 
 
 def worker(fleet: Fleet, worker_id: str = "d0") -> WorkerView:
@@ -136,10 +143,10 @@ def test_events_and_losses_reach_the_index() -> None:
     request = make_request(64)
     fleet = make_fleet("d0", "d1", held={"d0": list(request.block_hashes)})
     fleet.worker_stepped("d1", [KVEvent("stored", request.block_hashes[:2])], make_status())
-    assert fleet.index.match(request.block_hashes) == {"d0": 4, "d1": 2}
+    assert held_by(fleet.index, request.block_hashes) == {"d0": 4, "d1": 2}
     fleet.worker_lost("d0")
     fleet.worker_stepped("d0", [KVEvent("stored", request.block_hashes)], make_status())
-    assert fleet.index.match(request.block_hashes) == {"d1": 2}
+    assert held_by(fleet.index, request.block_hashes) == {"d1": 2}
 
 
 def test_a_view_speaks_the_workers_own_costs() -> None:

@@ -19,7 +19,14 @@ from disagg.router.route import Candidate, Route
 from disagg.router.worker_pools import sample_workers
 from disagg.router.worker_view import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE, RequestLoad
 from tests.grids import examples
-from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
+from tests.router.fakes import (
+    far_from,
+    held_by,
+    make_fleet,
+    make_record,
+    make_request,
+    make_status,
+)
 
 
 def choose(
@@ -67,7 +74,7 @@ def test_a_prompt_goes_where_it_can_be_loaded_from_host_memory() -> None:
     assert choose(fleet, request).prefill == "p0"
     fleet.worker_stepped("d1", [in_host], make_status(host=host))
     fleet.worker_lost("d1")
-    assert not fleet.index.match(request.block_hashes)
+    assert not held_by(fleet.index, request.block_hashes)
 
 
 def test_an_adapter_is_used_where_it_is_unless_loading_it_elsewhere_is_quicker() -> None:

@@ -16,7 +16,7 @@ from disagg.router.policy import choose_route
 from disagg.router.route import Route
 from disagg.router.worker_pools import NUM_DEEPEST, NUM_RANDOM, ComparedWorkers, sample_workers
 from disagg.router.worker_view import RequestLoad
-from tests.router.fakes import make_record, make_request, make_status
+from tests.router.fakes import held_by, make_record, make_request, make_status
 
 NUM_WORKERS = 300
 SLOS_S = (math.inf, 0.05, 0.0125)
@@ -85,7 +85,7 @@ def test_routes_cost_little_more_than_if_all_workers_were_compared(
         cost_s += choose(fleet, request, turn).chosen.total_s
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
-    assert cost_s < 1.6 * least_s
+    assert cost_s < 1.4 * least_s
 
 
 @pytest.mark.parametrize("roles", ["pd", "p", "d"])
@@ -153,10 +153,8 @@ def test_the_holder_of_the_prompt_is_found_however_busy(tpot_slo_s: float) -> No
     assert holder is not None and holder.worker_id == "d7"
     assert "d7" in [worker.worker_id for worker in seen.decodes.workers]
     assert seen.decodes.held_once == (64, 8000)
-    held = {
-        name: 16 * num_blocks
-        for name, num_blocks in fleet.index.match(request.block_hashes).items()
-    }
+    matched = held_by(fleet.index, request.block_hashes)
+    held = {name: 16 * num_blocks for name, num_blocks in matched.items()}
     assert all(
         held.get(each.worker_id, 0) == num_held
         for each, num_held in zip(seen.decodes.workers, seen.decodes.num_held, strict=True)
@@ -185,6 +183,16 @@ def test_a_popular_prompt_is_found_in_the_pool_where_few_hold_it(few: str, many:
         assert side is not None
         assert {*holders} <= {worker.worker_id for worker in side.workers}
         assert side.held_once == (8000, 8000)
+
+
+def test_the_second_holder_is_found_whatever_the_first_one_has() -> None:
+    """Or a prefix would seem to be cached once, and another copy of it would be charged for."""
+    fleet, request = busy_fleet(math.inf, random.Random(3)), make_request(1024)
+    for name, num_blocks in (("d7", 33), ("d9", 32)):
+        stored = KVEvent("stored", request.block_hashes[:num_blocks])
+        fleet.worker_stepped(name, [stored], None)
+    for seed in range(8):
+        assert sample(fleet, request, random.Random(seed)).decodes.held_once == (512, 528)
 
 
 def test_every_worker_is_looked_at_now_and_then() -> None:
