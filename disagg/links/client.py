@@ -166,16 +166,19 @@ class Link:
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
+        deadline_s = asyncio.get_running_loop().time() + max(0.0, timeout_s)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await connection.room()
+        except TimeoutError:
+            raise _too_late() from None
         stream_id, stream = connection.start(start, put)
         try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
+            async with asyncio.timeout_at(deadline_s):
                 await stream.ended
         except TimeoutError:
             if stream.ended.cancelled():
-                raise DeadlineExceeded(
-                    "The request's deadline passed before its answer was complete; ask for fewer"
-                    " tokens or allow more time."
-                ) from None
+                raise _too_late() from None
             stream.ended.result()  # its end came in the turn of the event loop of the deadline
         finally:
             connection.forget(stream_id)
@@ -208,6 +211,13 @@ class Link:
         async with asyncio.timeout(self._handshake_timeout_s):
             await loop.create_connection(lambda: connection, self.record.host, self.record.port)
             await connection.welcomed
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "The request's deadline passed before its answer was complete; ask for fewer tokens or"
+        " allow more time."
+    )
 
 
 class _WorkerConnection(Connection):

@@ -121,6 +121,8 @@ class Connection(asyncio.Protocol, ABC):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self._frames = FrameReader(MAX_HANDSHAKE_NBYTES)
+        self._has_room = asyncio.Event()
+        self._has_room.set()
 
     @abstractmethod
     def received(self, payload: bytes) -> None:
@@ -146,6 +148,14 @@ class Connection(asyncio.Protocol, ABC):
             self.end(
                 f"the other side reads too slowly: more than {self.max_buffer_nbytes} bytes wait"
             )
+
+    async def room(self) -> None:
+        """Wait until at most a quarter of the buffer is in use, or the link has ended.
+
+        For messages of many bytes: several at once are no sign of a slow reader.
+        """
+        while not self._has_room.is_set():
+            await self._has_room.wait()
 
     @property
     def num_buffered_bytes(self) -> int:
@@ -176,6 +186,7 @@ class Connection(asyncio.Protocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self.max_buffer_nbytes // 4)
         connected: socket.socket = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; heartbeats keep bytes on their way
@@ -192,8 +203,15 @@ class Connection(asyncio.Protocol, ABC):
         except (BadFrame, msgspec.DecodeError) as error:
             self.end(f"a frame that cannot be understood arrived: {error}")
 
+    def pause_writing(self) -> None:
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        self._has_room.set()
+
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
+        self._has_room.set()
         self.reason = self.reason or (str(error) if error else "the other side hung up")
         try:
             self.closed()

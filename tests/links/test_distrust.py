@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.errors import WorkerLost
@@ -187,6 +188,18 @@ async def test_a_worker_that_stops_reading_is_left() -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, WorkerLost) for result in results)
         assert ("lost", "decode-0") in observer.calls
+
+
+async def test_many_large_requests_at_once_are_no_slow_reader() -> None:
+    """Requests with images, all of which begin in one turn, as after the death of a worker."""
+    async with pair(max_buffer_nbytes=8 << 20) as (worker, link, observer):
+        worker.on_start = lambda link_id, start: worker.step(
+            {link_id: [TokenDelta(start.stream_id, (7,), "stop")]}
+        )
+        large = msgspec.structs.replace(make_request(), images=(bytes(4 << 20),))
+        answers = (collect(open_stream(link, large)) for _ in range(8))
+        assert await asyncio.gather(*answers) == [[7]] * 8
+        assert ("lost", "decode-0") not in observer.calls
 
 
 class ForgetfulWorker(RawWorker):
