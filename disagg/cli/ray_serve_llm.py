@@ -120,7 +120,7 @@ def _pool(left: Raw) -> Raw:
     scaling, num_replicas = _at(left, "deployment_config.autoscaling_config"), 1
     limits = _taken(scaling, ("min_replicas", "max_replicas"))
     if (given := deployment.get("num_replicas")) != "auto":
-        num_replicas = given or limits.get("min_replicas", 1)
+        num_replicas = _count(given or limits.get("min_replicas", 1), "a number of replicas")
     elif not limits:
         limits = {"min_replicas": 1, "max_replicas": 100}  # as Serve has it
     deployment.pop("num_replicas", None)
@@ -130,14 +130,17 @@ def _pool(left: Raw) -> Raw:
     pool |= _taken(_at(left, "deployment_config.ray_actor_options"), ACTOR_OPTIONS)
     kind = left.pop("accelerator_type", None)
     if kind is not None:
-        pool["resources"] = {f"accelerator_type:{kind}": SHARE_OF_KIND, **pool.get("resources", {})}
+        pool["resources"] = {
+            f"accelerator_type:{kind}": SHARE_OF_KIND,
+            **(pool.get("resources") or {}),
+        }
     if left.get("accelerator_config") == {"kind": "cpu"}:
         del left["accelerator_config"]
         pool["num_gpus"] = 0
     return pool
 
 
-def _adapters(lora: Raw, max_loras: int) -> Raw:
+def _adapters(lora: Raw, max_loras: Any) -> Raw:
     """The engine's settings for adapters, which clients load; Ray reads them from a bucket."""
     if place := lora.get("dynamic_lora_loading_path"):
         raise StartupError(
@@ -145,8 +148,18 @@ def _adapters(lora: Raw, max_loras: int) -> Raw:
             " Leave it out, and load each directory with POST /v1/load_lora_adapter.",
             param="config",
         )
-    most = lora.pop("max_num_adapters_per_replica", 16)  # Ray's default
-    return {"enable_lora": True, "max_cpu_loras": most, "max_loras": min(most, max_loras)}
+    most = _count(lora.pop("max_num_adapters_per_replica", 16), "max_num_adapters_per_replica")
+    at_once = min(most, _count(max_loras, "max_loras"))
+    return {"enable_lora": True, "max_cpu_loras": most, "max_loras": at_once}
+
+
+def _count(raw: Any, what: str) -> int:
+    if isinstance(raw, int):
+        return raw
+    raise StartupError(
+        f"{what} is {raw!r}, which is not a whole number; leave it out, or write one.",
+        param="config",
+    )
 
 
 def _taken(section: Raw, names: tuple[str, ...]) -> Raw:

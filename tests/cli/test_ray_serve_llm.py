@@ -105,6 +105,10 @@ def test_prefill_and_decode_become_pools(tmp_path: Path) -> None:
         ({"model_loading_config": {"model_id": "a", "model_source": {"bucket_uri": "s3://a"}}},
          "not a bucket"),
         ({"model_loading_config": {}}, "model_id"),
+        ({"deployment_config": {"num_replicas": "two"}}, "number of replicas is 'two'"),
+        ({"deployment_config": {"autoscaling_config": {"min_replicas": None}}}, "is None"),
+        ({"lora_config": {"max_num_adapters_per_replica": None}}, "adapters_per_replica is None"),
+        ({"lora_config": {}, "engine_kwargs": {"max_loras": None}}, "max_loras is None"),
         ({"lora_config": {"dynamic_lora_loading_path": "s3://a"}}, "not read from buckets"),
     ],
 )  # fmt: skip
