@@ -86,6 +86,7 @@ THIRD_PARTY = {
     ],
     "nixl": ["kvtransfer/nixl.py"],
     "vllm": ["worker/vllm/engine.py"],
+    "PIL": ["worker/vllm/engine.py"],
     "zmq": ["worker/vllm/engine.py"],
     "safetensors": ["models/weights.py"],
     "huggingface_hub": ["models/hub.py"],

@@ -11,6 +11,8 @@ import time
 import urllib.request
 from base64 import b64decode
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,6 +23,9 @@ MAX_NUM_IMAGES = 64  # in one request
 MAX_NBYTES = 32 << 20  # of all images of a request, for each of its choices
 FETCH_S = 5.0  # for one image, as vLLM has it
 _CHUNK_NBYTES = 1 << 16
+# Own threads: those of `asyncio.to_thread` tokenize, and a host that does not answer must not keep
+# them. A request whose fetch finds no free one waits until its deadline at most.
+_FETCHERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="fetch")
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 
@@ -75,11 +80,10 @@ async def fetch_images(images: Sequence[bytes | RemoteImage], num_choices: int) 
         raise invalid_value(
             "messages", f"there are {len(images)} images; at most {MAX_NUM_IMAGES} are allowed."
         )
-    left = MAX_NBYTES // num_choices
-    found = []
+    loop, left, found = asyncio.get_running_loop(), MAX_NBYTES // num_choices, []
     for image in images:
         if isinstance(image, RemoteImage):
-            image = await asyncio.to_thread(_fetch, image, left)
+            image = await loop.run_in_executor(_FETCHERS, _fetch, image, left)
         left -= len(image)
         if left < 0:
             raise _too_large("messages")
@@ -127,7 +131,7 @@ def _fetch(image: RemoteImage, most: int) -> bytes:
                     raise _too_large(image.path)
                 if time.monotonic() > ends_s:
                     raise TimeoutError
-    except (OSError, ValueError) as error:  # an HTTPError is an OSError
+    except (OSError, HTTPException, ValueError) as error:  # an HTTPError is an OSError
         raise invalid_value(
             image.path, f"the image could not be fetched: {type(error).__name__}."
         ) from None

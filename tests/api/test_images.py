@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import httpx2
 import pytest
 
 from disagg.api import images
 from disagg.api.images import ImageRules
+from disagg.config import HttpConfig
 from disagg.errors import InvalidRequest
 from disagg.messages import GenerateRequest
-from tests.api.fakes import TOKENIZER, served_model
+from tests.api.apps import URL, http_client, make_app, until
+from tests.api.fakes import TOKENIZER, FakeGenerate, served_model
 from tests.api.test_service import chat_request, service
 
 SEEING = (
@@ -84,7 +90,8 @@ IMAGE = shown(url_of(b"one"))
         ([shown("ftp://127.0.0.1/x")], {}, ".url", "not fetched"),
         ([shown("data:image/png;base64,???")], {}, ".url", "data:image/png;base64"),
         ([shown("data:text/html;base64,aGk=")], {}, ".url", "data:image/png;base64"),
-        ([{"type": "image_url"}], {}, ".image_url", "Missing"),
+        ([{"type": "image_url"}], {}, ".image_url.url", "Missing"),
+        ([{"type": "image_url", "image_url": "http://a"}], {}, ".image_url.url", "Missing"),
         ([{"type": "input_audio"}], {}, ".type", "only text"),
         ([IMAGE], {"role": "system"}, ".type", "only text"),
         ([IMAGE], {"prompt_logprobs": 1}, "prompt_logprobs", "images"),
@@ -119,6 +126,9 @@ async def test_a_template_must_show_all_images() -> None:
 
 class _Host(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        if self.path == "/garbage":
+            self.wfile.write(b"no HTTP\r\n\r\n")
+            return
         self.send_response({"/moved": 302, "/absent": 404}.get(self.path, 200))
         self.send_header("Location", "/image")
         self.end_headers()
@@ -145,7 +155,56 @@ async def test_an_allowed_host_is_asked_and_leads_to_no_other(
     request = await asked(shown(f"{host}/image"), shown(url_of(b"two")))
     assert request.images == (b"fetched", b"two")
     monkeypatch.setattr(images, "MAX_NBYTES", 50)
-    for path, words in (("moved", "HTTPError"), ("absent", "HTTPError"), ("large", "larger")):
+    for path, words in (
+        ("moved", "HTTPError"),
+        ("absent", "HTTPError"),
+        ("large", "larger"),
+        ("with a space", "InvalidURL"),
+        ("garbage", "BadStatusLine"),
+    ):
         with pytest.raises(InvalidRequest, match=words) as refusal:
             await asked(shown(f"{host}/{path}"))
         assert refusal.value.param == "messages[1].content[0].image_url.url"
+
+
+async def test_fetched_images_count_as_bodies_until_the_end(host: str) -> None:
+    ends = asyncio.get_running_loop().create_future()
+    generate = FakeGenerate("ok", pause=lambda: ends)
+    model = served_model(template=SEEING).with_images((HERE,))
+    message = {"role": "user", "content": [shown(f"{host}/large")]}
+    body = json.dumps({"messages": [message]}).encode()
+    config = HttpConfig(max_requests_nbytes=2 * (len(body) + 100) - 1)
+    async with http_client(make_app(generate, model, config=config)) as client:
+
+        async def ask() -> httpx2.Response:
+            headers = {"content-type": "application/json"}
+            return await client.post(URL, content=body, headers=headers)
+
+        first = asyncio.create_task(ask())
+        await until(lambda: bool(generate.requests))
+        refused = await ask()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        ends.set_result(None)
+        assert (await first).status_code == 200
+        assert (await ask()).status_code == 200
+
+
+async def test_a_host_that_is_silent_keeps_no_thread_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def silent(image: images.RemoteImage, most: int) -> bytes:
+        is_asked.set()
+        assert answers.wait(60)
+        return b"late"
+
+    monkeypatch.setattr(images, "_fetch", silent)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    fetch = asyncio.create_task(asked(shown(f"http://{HERE}/x")))
+    await until(is_asked.is_set)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+    finally:
+        answers.set()
+        assert (await fetch).images == (b"late",)

@@ -180,7 +180,7 @@ async def test_a_schema_is_followed() -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "bogus", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [5]}, "input[0]"),

@@ -397,6 +397,7 @@ class HttpApp:
         tenant = shown_tenant(request.tenant, self._quota.tenant_class)
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
+        request.take(self._bodies, sum(map(len, run.requests[0].images)))
         request.spans.follow(run)
         model, metrics = run.model.worker_model, self._metrics
         metrics.observe_stage(model, "receive", read_s - arrived_s)

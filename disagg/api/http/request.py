@@ -38,7 +38,7 @@ class Bodies:
     """Limits the total size of the bodies of all running requests.
 
     A body counts from its arrival to the end of its request, because objects made from it live as
-    long.
+    long. So do its images, which may also be fetched.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -204,12 +204,16 @@ class HttpRequest:
         try:
             async with asyncio.timeout(timeout_s):
                 async for part in self.parts(max_nbytes):
-                    bodies.take(len(part))
-                    self.num_body_bytes += len(part)
+                    self.take(bodies, len(part))
                     parts.append(part)
         except TimeoutError:
             raise RequestTimeout(f"The body did not arrive within {timeout_s:g} seconds.") from None
         return b"".join(parts)
+
+    def take(self, bodies: Bodies, nbytes: int) -> None:
+        """Take bytes until the end of the request. Raises `Overloaded` if they do not fit."""
+        bodies.take(nbytes)
+        self.num_body_bytes += nbytes
 
     async def parts(self, max_nbytes: int) -> AsyncGenerator[bytes, None]:
         """The body as it arrives.

@@ -173,7 +173,7 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: ImageUrl | str | None = None  # in /v1/responses a text
 
 
 class FunctionCall(msgspec.Struct):

@@ -28,6 +28,7 @@ from disagg.api.openai.fields import (
     ContentPart,
     Effort,
     FunctionDefinition,
+    ImageUrl,
     NamedTool,
     SamplingFields,
     TokenId,
@@ -320,8 +321,8 @@ def _part(
 ) -> dict[str, str]:
     """A part as templates read it. An image is added to `images`."""
     if part.type == "image_url" and rules is not None:
-        if part.image_url is None:
-            raise missing_parameter(f"{path}.image_url")
+        if not isinstance(part.image_url, ImageUrl):
+            raise missing_parameter(f"{path}.image_url.url")
         images.append(read_image(part.image_url.url, f"{path}.image_url.url", rules))
         return {"type": "image"}
     if part.type not in ("text", "refusal"):

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -30,6 +33,8 @@ from disagg.worker.vllm.prefixes import TheirEvent, read_batch
 log = logging.getLogger(__name__)
 
 NUM_SEQUENCE_NBYTES = 8
+# Of all images of a request: vLLM limits those of one only, and a file of 0.5 MB can have as many.
+MOST_PIXELS = 1 << 28  # 0.8 GB as RGB
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +274,17 @@ class VllmEngine:
 
 def _images(files: Sequence[bytes]) -> dict[str, Any]:
     """What a prompt has besides its tokens: images, under names that KV events repeat."""
+    from PIL import Image
     from vllm.multimodal.media import ImageMediaIO
 
     try:
+        sizes = [Image.open(io.BytesIO(data)).size for data in files]  # reads their heads only
+        if sum(map(math.prod, sizes)) > MOST_PIXELS:
+            raise ValueError(f"together they have more than {MOST_PIXELS} pixels")
         read = [ImageMediaIO().load_bytes(data) for data in files]
     except Exception as error:  # PIL has many, also for images that are too large
-        raise EngineCannot(f"An image cannot be read: {error}.", param="messages") from error
+        why = re.sub(r" <[^>]*>", "", str(error))  # where PIL has an object and its address
+        raise EngineCannot(f"The images cannot be read: {why}.", param="messages") from error
     return {
         "multi_modal_data": {"image": read},
         "multi_modal_uuids": {"image": [image_digest(data) for data in files]},

