@@ -48,13 +48,14 @@ class Attention {
 
   int position(int token) const { return sequences_.get()[token]->position(token); }
 
-  // Stores the keys and values of a token in the cache.
-  void write(int token) {
+  // Stores the keys and values of a token in the cache, in a layer that may not be set yet: other
+  // threads write while one sets it.
+  void write(const LayerPlace& place, int token) {
     const int position = this->position(token), size = cache_.block_size;
-    const int64_t block = given_.blocks(*sequences_.get()[token])[position / size];
+    const int64_t block = (sequences_.get()[token]->blocks + place.table)[position / size];
     for (int vector = 0; vector < given_.num_vectors; ++vector)
       for (int kv_head = 0; kv_head < given_.num_kv_heads; ++kv_head)
-        cache_.write(cache_.page(block, given_.place.layer, Half(vector), kv_head), position % size,
+        cache_.write(cache_.page(block, place.layer, Half(vector), kv_head), position % size,
                      given_.head_dim,
                      given_.head(token, given_.num_heads + vector * given_.num_kv_heads + kv_head));
   }

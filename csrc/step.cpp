@@ -404,7 +404,7 @@ class Step {
       norm_rope(at, layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim, model_.eps, rope,
                 dim, at);
     }
-    attention_.write(row);
+    attention_.write(batch_.places[index], row);
   }
 
   // A token whose logits are needed.
@@ -445,7 +445,7 @@ class AttentionCall {
   // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
-    member.phase(given_.num_tokens, [&](int token) { attention_.write(token); });
+    member.phase(given_.num_tokens, [&](int token) { attention_.write(given_.place, token); });
     member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
   }
 
