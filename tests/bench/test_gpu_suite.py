@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import gpu_answers, gpu_engine, gpu_suite, gpu_wheels
+from bench import experts, gpu_answers, gpu_engine, gpu_suite, gpu_wheels
 from bench.gpu_rows import Absent, Row, finite, parser_of, run_part
 from disagg.capacity.gpus import GPUS
 from disagg.capacity.roofline import Placement
@@ -168,6 +168,14 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     assert rows(found, "gpu_packed")["int4 g128, 20 rows, tiny"]["cuBLAS us"] > 0
     absent = {each["row"].split(",")[0] for each in found["absent"]}
     assert absent >= {"FlashInfer", "FA3", "SDPA cuDNN"}
+
+
+def test_a_row_of_experts_is_the_same_without_those_before_it() -> None:
+    """The suite may end a part and measure the rest of its rows in another process."""
+    bench = experts.Bench(parser_of("").parse_args(["--device", "cpu"]))
+    first, again = (bench.layer(experts.INTERPRETED["by groups"], 20) for _ in range(2))
+    assert [first[name] - again[name] for name in ("experts hit", "difference")] == [0, 0]
+    assert first["experts hit"] == 8
 
 
 def test_without_msgspec_it_says_at_once_what_to_fetch_and_measures_kernels(
