@@ -23,6 +23,7 @@ from disagg.capacity.efficiency import PLANNED, Efficiency, efficiency_of
 from disagg.capacity.gpus import CPU_CORE, Gpu
 from disagg.capacity.shapes import ModelShape
 from disagg.errors import NotEnoughMemory
+from disagg.models.share import possible_ranks
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
 
 # The share of a GPU's memory that weights and KV may fill, which is the engine's default
@@ -208,8 +209,6 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 def placements(like: Placement, num_tokens: int = 1, engine: str = "") -> list[Placement]:
     """Every way to split a model over GPUs of one node that leaves room for `num_tokens`.
 
-    Tensor parallelism divides the heads evenly, or copies KV heads evenly.
-
     Args:
         like: the model, its formats and the kind of GPU, with any number of these.
         engine: see `efficiency_of`.
@@ -224,20 +223,13 @@ def placements(like: Placement, num_tokens: int = 1, engine: str = "") -> list[P
         shape = replace(shape, is_widened=True)
     products = msgspec.structs.replace(like, shape=shape).products
     efficiency = efficiency_of(gpu, shape.products_in(products), engine)
-    num_heads, num_kv_heads = shape.config.num_heads, shape.config.num_kv_heads
-    degrees = [
-        num
-        for num in (1, 2, 4, 8)
-        if num <= gpu.gpus_per_node
-        and num_heads % num == 0
-        and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
-        and (not like.expert_parallel or num <= shape.num_experts)
-    ]
+    degrees = {1, *possible_ranks(shape.config, expert_parallel=like.expert_parallel)}
     every = [
         msgspec.structs.replace(
             like, shape=replace(shape, num_gpus=num), num_gpus=num, efficiency=efficiency
         )
-        for num in degrees
+        for num in (1, 2, 4, 8)
+        if num in degrees and num <= gpu.gpus_per_node
     ]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
     if not fitting:

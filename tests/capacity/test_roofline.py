@@ -18,6 +18,7 @@ from disagg.errors import NotEnoughMemory, StartupError
 from disagg.models.quantized import QuantizedFormat
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeFit, attended
 from tests.grids import examples
+from tests.models.paging import SMALL_HYBRID
 
 LLAMA_8B, LLAMA_13B, LLAMA_70B = (
     SHAPES[name] for name in ("llama-3.1-8b", "llama-2-13b", "llama-3-70b")
@@ -156,6 +157,8 @@ def test_only_degrees_that_fit_are_offered() -> None:
     assert degrees(Placement(LLAMA_70B, H100), 9000) == [4, 8]
     # 28 heads do not go over 8 GPUs.
     assert degrees(Placement(SHAPES["qwen2.5-7b"], H100)) == [1, 2, 4]
+    # Nor do recurrent states go over several.
+    assert degrees(Placement(replace(LLAMA_8B, config=SMALL_HYBRID), H100)) == [1]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
