@@ -180,6 +180,14 @@ def test_what_is_not_supported_with_recurrent_states_is_refused(
         new_engine(checkpoint, **asked)
 
 
+def test_a_model_with_recurrent_states_cannot_draft(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "m", "qwen3")
+    drafts = write_checkpoint(tmp_path / "drafts", "qwen3-next").directory
+    asked = SpeculativeConfig(method="draft_model", model=str(drafts))
+    with pytest.raises(StartupError, match="drafts cannot draft: .* have a recurrent state"):
+        new_engine(checkpoint, speculative_config=asked)
+
+
 @pytest.mark.parametrize("format", ["auto", "int8"])
 @pytest.mark.parametrize("checkpoint", sorted(VARIANTS), indirect=True)
 def test_bfloat16_is_as_with_one_group(

@@ -109,6 +109,12 @@ def draft_model_of(
     if asked.method in _HEADS:
         return _HEADS[asked.method](path, model)
     drafts = describe_model(path)
+    if drafts.config.states is not None:
+        raise StartupError(
+            f"{drafts.name} cannot draft: its layers with linear attention have a recurrent state,"
+            " from which a wrong draft cannot be taken back. Choose another draft model.",
+            param="speculative_config",
+        )
     if _words(model) != _words(drafts):
         raise StartupError(
             f"{drafts.name} cannot draft for {model.name}: their tokenizers differ, so its token"
