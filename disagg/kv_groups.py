@@ -245,6 +245,12 @@ class KVGroups:
             return hashes
         return [block_name(each, group) for each in hashes for group in range(self.num_full)]
 
+    def every_name(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """The names of the blocks of all groups, row by row."""
+        if self.num_groups == 1:
+            return hashes
+        return [block_name(each, group) for each in hashes for group in range(self.num_groups)]
+
     def num_found(self, hashes: Sequence[BlockHash], is_cached: Callable[[BlockHash], bool]) -> int:
         """The most rows of which full attention has all blocks, and windows and states those that
         are needed to go on after them."""

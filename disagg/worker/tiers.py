@@ -15,7 +15,7 @@ from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import InvalidLogits
-from disagg.kv_groups import WantedPrefix, block_name
+from disagg.kv_groups import WantedPrefix
 from disagg.messages import KVEvent
 from disagg.store.cold_tier import Block, ColdTier, Fetch
 from disagg.store.host_tier import HostTier
@@ -173,21 +173,14 @@ class KVOffload:
         if self._host is None:
             return
         stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
-        match = self._engine.pool.match
+        match, every_name = self._engine.pool.match, self._engine.pool.groups.every_name
         self._host.save(
-            [(block_id, name) for name in self._of_groups(stored) for block_id in match((name,))]
+            [(block_id, name) for name in every_name(stored) for block_id in match((name,))]
         )
         for event in ended:
             is_bad = isinstance(event.error, InvalidLogits)
-            names = self._of_groups(event.sequence.block_hashes)
+            names = every_name(event.sequence.block_hashes)
             (self._host.forget if is_bad else self._host.touch)(names)
-
-    def _of_groups(self, hashes: SequenceOf[BlockHash]) -> SequenceOf[BlockHash]:
-        """The names of the blocks of all groups of some rows."""
-        num_groups = self._engine.pool.groups.num_groups
-        if num_groups == 1:
-            return hashes
-        return [block_name(each, group) for each in hashes for group in range(num_groups)]
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Save blocks that are about to be overwritten. The engine calls it.

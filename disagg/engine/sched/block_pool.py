@@ -160,14 +160,17 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._record("stored", block_hash)
 
-    def uncache(self, block_ids: Iterable[int]) -> None:
-        """Forget the hashes of these held blocks, so that no other sequence finds their content."""
-        for block_id in block_ids:
-            block_hash = self._hash_of[block_id]
-            if block_hash is not None:
-                self._hash_of[block_id] = None
-                del self._block_of[block_hash]
-                self._record("removed", block_hash)
+    def forget(self, names: Iterable[BlockHash]) -> None:
+        """Forget these names, so that no other sequence finds the content of their blocks."""
+        for name in names:
+            block_id = self._block_of.pop(name, None)
+            if block_id is None:
+                continue
+            self._hash_of[block_id] = None
+            self._record("removed", name)
+            if self._num_holders[block_id] == 0:
+                del self._idle[block_id]
+                self._free.add(block_id)
 
     def take_events(self) -> tuple[KVEvent, ...]:
         """KV events since the last call, in order: blocks cached and evicted."""

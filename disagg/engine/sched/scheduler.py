@@ -352,8 +352,8 @@ class Scheduler:
         """End a sequence that got an error instead of a token."""
         if isinstance(error, InvalidLogits):
             self.num_corrupted += 1
-            # Another request with its KV might fail too.
-            self.pool.uncache(held_blocks(sequence.block_ids))
+            # Another request with its KV might fail too, or with what it has left behind.
+            self.pool.forget(self.pool.groups.every_name(sequence.block_hashes))
         self.remove(sequence.request_id)
         return TokenEvent(sequence, error=error)
 

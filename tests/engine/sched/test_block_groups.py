@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from disagg import kv_groups
 from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
-from disagg.errors import RequestError
+from disagg.errors import InvalidLogits, RequestError
 from disagg.kv_groups import NO_BLOCK, STATE, KVGroups, Window, block_name, group_layers
 from tests.engine.fake_runner import FakeRunner, expected_tokens
 from tests.engine.workload import (
@@ -167,6 +167,35 @@ def test_a_step_that_failed_does_not_advance_a_recurrent_state_twice() -> None:
         engine.check(())
     assert len(bad.tokens) == 10
     assert good.tokens[6:] == expected_tokens(prompt(6, 30), 8, windows=(None, STATE))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (None, STATE)])
+def test_nobody_finds_what_a_sequence_without_logits_has_left_behind(
+    windows: tuple[Window, ...],
+) -> None:
+    """Blocks of windows and states keep their names when the sequence no longer needs them."""
+    engine, kv = new_engine(200, 4, windows=windows)
+    bad, other = (new_sequence(prompt(150, first), 4, 8, stop_ids=NO_STOP) for first in (4, 5))
+
+    class Failing(FakeRunner):
+        def run(self, plan: StepPlan) -> list[Sampled]:
+            sampled = super().run(plan)
+            is_at_end = [each is bad and len(bad.tokens) > 153 for each in plan.sequences]
+            return [
+                InvalidLogits("planted") if is_bad else each
+                for is_bad, each in zip(is_at_end, sampled, strict=True)
+            ]
+
+    engine.runner = Failing(kv)
+    for sequence in (other, bad):
+        engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+            engine.check(())
+    assert len(bad.tokens) == 154 and engine.scheduler.num_corrupted == 1
+    every = [{*engine.pool.groups.every_name(each.block_hashes)} for each in (bad, other)]
+    found = [{name for name in names if name in engine.pool} for names in every]
+    assert not found[0] and found[1] and engine.pool.num_free == 200
 
 
 def test_drafts_are_left_out_where_a_state_could_not_be_taken_back() -> None:
