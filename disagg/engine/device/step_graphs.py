@@ -155,7 +155,7 @@ class StepGraphs:
             **self._arrays.first(num_seqs, size.num_tokens, size.num_tokens),
             block_tables=self._tables,
             num_decodes=0,
-            max_query_len=size.num_tokens,
+            max_query_len=1 if size.are_decodes else size.num_tokens,
             query_lens=(),
             context_lens_host=(),
             adapters=self._tables[:, -1] if has_adapters else None,
