@@ -184,7 +184,7 @@ def test_a_model_with_recurrent_states_cannot_draft(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "m", "qwen3")
     drafts = write_checkpoint(tmp_path / "drafts", "qwen3-next").directory
     asked = SpeculativeConfig(method="draft_model", model=str(drafts))
-    with pytest.raises(StartupError, match="drafts cannot draft: .* have a recurrent state"):
+    with pytest.raises(StartupError, match=r"drafts cannot draft: .* have a recurrent state"):
         new_engine(checkpoint, speculative_config=asked)
 
 
