@@ -61,7 +61,7 @@ def add_setting(
     else:
         types = {IntType: number, FloatType: float, StructType: json_object}
         options.setdefault("type", types.get(type(setting.kind)))
-        if flag:
+        if flag and "choices" not in options:
             options.setdefault("metavar", flag.removeprefix("--").replace("-", "_").upper())
     options.setdefault("default", setting.default)
     text = setting.help.replace("%", "%%") + more

@@ -103,14 +103,14 @@ class RandomPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
     input_len: int = 1024
     """tokens of a prompt of random words"""
+    prefix_len: int = 0
+    """of these, tokens at the beginning that prompts share"""
+    num_prefixes: int = 1
+    """number of different shared prefixes"""
     output_len: int = 128
     """tokens of an answer"""
     range_ratio: float = 0.0
     """lengths are uniform between 1 minus this share and 1 plus it of what is asked for"""
-    prefix_len: int = 0
-    """tokens at the beginning of each prompt that prompts share"""
-    num_prefixes: int = 1
-    """number of different shared prefixes"""
     turns: int = 1
     """requests of a session, each with --input-len tokens more"""
     think_s: float = 0.0

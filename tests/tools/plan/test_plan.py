@@ -61,6 +61,12 @@ def test_lengths_may_have_the_suffixes_of_serve(capsys: pytest.CaptureFixture[st
     assert report(capsys, DEMO, *lengths) == report(capsys, DEMO, *written_out)
 
 
+def test_help_lists_what_a_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--kv-cache-dtype {bf16,fp8,int8,int4}" in capsys.readouterr().out
+
+
 def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "13.8 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
 
