@@ -59,9 +59,13 @@ def read_llm_app(builder: str, args: Mapping[str, Any], file: Path, read: Read) 
         raise _refusal(unread, file)
     if len(places) == 1:
         configs = args.get(places[0])
-        named = enumerate(configs if isinstance(configs, list) else [])
+        if not configs or not isinstance(configs, list):
+            raise StartupError(f"llm_configs in {file} is no list of models.", param="config")
         return {
-            "tiers": [_tier(each, f"llm_configs[{number}]", file, read) for number, each in named]
+            "tiers": [
+                _tier(each, f"llm_configs[{number}]", file, read)
+                for number, each in enumerate(configs)
+            ]
         }
     prefill, tier = (_tier(args.get(place), place, file, read) for place in places)
     pools = {"prefill": prefill.pop("decode"), "decode": tier.pop("decode")}
@@ -101,7 +105,7 @@ def _tier(config: Any, place: str, file: Path, read: Read) -> Raw:
         )
     engine: Raw = {"backend": "vllm", **_taken(kwargs, (*SAME, *OF_ADAPTERS))}
     tier: Raw = {"model": source, "served_model_name": name, **_taken(kwargs, OF_THE_TIER)}
-    if "lora_config" in left:
+    if left.get("lora_config") is not None:
         engine |= _adapters(_at(left, "lora_config"), engine.get("max_loras", MOST_LORAS))
     if kwargs:
         engine["engine_args"] = dict(kwargs)
@@ -129,11 +133,8 @@ def _pool(left: Raw) -> Raw:
         pool["autoscaling"] = limits
     pool |= _taken(_at(left, "deployment_config.ray_actor_options"), ACTOR_OPTIONS)
     kind = left.pop("accelerator_type", None)
-    if kind is not None:
-        pool["resources"] = {
-            f"accelerator_type:{kind}": SHARE_OF_KIND,
-            **(pool.get("resources") or {}),
-        }
+    if kind is not None and isinstance(others := pool.get("resources") or {}, dict):
+        pool["resources"] = {f"accelerator_type:{kind}": SHARE_OF_KIND, **others}
     if left.get("accelerator_config") == {"kind": "cpu"}:
         del left["accelerator_config"]
         pool["num_gpus"] = 0

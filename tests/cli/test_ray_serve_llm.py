@@ -105,6 +105,8 @@ def test_prefill_and_decode_become_pools(tmp_path: Path) -> None:
         ({"model_loading_config": {"model_id": "a", "model_source": {"bucket_uri": "s3://a"}}},
          "not a bucket"),
         ({"model_loading_config": {}}, "model_id"),
+        ({"accelerator_type": "H100", "deployment_config": {"ray_actor_options": {"resources": 1}}},
+         r"got `int` - at `\$\.tiers\[0\]\.decode\.resources"),
         ({"deployment_config": {"num_replicas": "two"}}, "number of replicas is 'two'"),
         ({"deployment_config": {"autoscaling_config": {"min_replicas": None}}}, "is None"),
         ({"lora_config": {"max_num_adapters_per_replica": None}}, "adapters_per_replica is None"),
@@ -117,5 +119,20 @@ def test_what_has_no_counterpart_is_refused(
 ) -> None:
     with pytest.raises(StartupError, match=words):
         read(tmp_path, llm_configs=[{"model_loading_config": LOADING, **change}])
+
+
+def test_arguments_of_the_application_are_checked(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="ingress_cls_config"):
         read(tmp_path, llm_configs=[], ingress_cls_config={})
+    for configs in ([], "one.yaml", None):
+        with pytest.raises(StartupError, match=r"llm_configs in .* is no list of models"):
+            read(tmp_path, llm_configs=configs)
+
+
+def test_what_is_null_is_not_set(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("lora_config", "runtime_env", "accelerator_type", "engine_kwargs"))
+    first, second = (
+        read(tmp_path, llm_configs=[{"model_loading_config": LOADING, **each}])
+        for each in (nothing, {})
+    )
+    assert first.tiers == second.tiers and not first.tiers[0].engine.enable_lora
