@@ -9,12 +9,12 @@ TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
 PYTEST = $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long; those of kernels and engines;
-# those of models; those of fleets in one process; those of many parts together; and all others.
+# those of models; those of KV transfers and of fleets in one process; those of many parts together; and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
 KERNELS := tests/engine tests/kernels
 MODELS := tests/models $(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
-LOCAL := $(filter-out $(MODELS),$(wildcard tests/test_local*.py))
+LOCAL := tests/kvtransfer $(filter-out $(MODELS),$(wildcard tests/test_local*.py))
 TOGETHER := tests/tools/sim $(filter-out $(MODELS) $(LOCAL),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
