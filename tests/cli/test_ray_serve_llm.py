@@ -124,7 +124,8 @@ def test_what_has_no_counterpart_is_refused(
 def test_arguments_of_the_application_are_checked(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="ingress_cls_config"):
         read(tmp_path, llm_configs=[], ingress_cls_config={})
-    for configs in ([], "one.yaml", None):
+    wrong: tuple[Any, ...] = ([], "one.yaml", None)
+    for configs in wrong:
         with pytest.raises(StartupError, match=r"llm_configs in .* is no list of models"):
             read(tmp_path, llm_configs=configs)
 
