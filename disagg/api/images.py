@@ -22,6 +22,7 @@ from disagg.errors import InvalidRequest
 MAX_NUM_IMAGES = 64  # in one request
 MAX_NBYTES = 32 << 20  # of all images of a request, for each of its choices
 FETCH_S = 5.0  # for one image, as vLLM has it
+MAX_URL_LEN = 8192  # of images to fetch; Python keeps the last URLs that it has parsed
 _CHUNK_NBYTES = 1 << 16
 # Own threads: those of `asyncio.to_thread` tokenize, and a host that does not answer must not keep
 # them. A request whose fetch finds no free one waits until its deadline at most.
@@ -58,6 +59,8 @@ def read_image(url: str, path: str, rules: ImageRules) -> bytes | RemoteImage:
             return b64decode(url[head.end() :], validate=True)
         except ValueError:
             raise invalid_value(path, "it is not of the form data:image/png;base64,....") from None
+    if len(url) > MAX_URL_LEN:
+        raise invalid_value(path, f"it is longer than {MAX_URL_LEN} characters.")
     host = _host(url)
     if host is None or host not in rules.domains:
         allowed = ", ".join(rules.domains)

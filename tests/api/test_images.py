@@ -85,6 +85,7 @@ IMAGE = shown(url_of(b"one"))
         ([shown("http://169.254.169.254/x")], {}, ".url", "only from 127.0.0.1"),
         ([shown("http://127.0.0.1@10.0.0.1/x")], {}, ".url", "not fetched"),
         ([shown("http://10.0.0.1\\@127.0.0.1/x")], {}, ".url", "not fetched"),
+        ([shown("http://127.0.0.1/" + "x" * 8192)], {}, ".url", "longer than 8192"),
         ([shown("http://[::1/x")], {}, ".url", "not fetched"),
         ([shown("file://127.0.0.1/etc/passwd")], {}, ".url", "not fetched"),
         ([shown("ftp://127.0.0.1/x")], {}, ".url", "not fetched"),
