@@ -34,6 +34,8 @@ MEMORY_SHARE = 0.9
 ALL_REDUCES_PER_LAYER = 2
 ACTIVATION_NBYTES = 2  # bf16, whatever the format of the weights is
 
+_MORE_NODES = " `disagg serve --nnodes` divides workers over several nodes, which are not planned."
+
 
 class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
     """One worker: a model split over `num_gpus` of a node by tensor parallelism.
@@ -242,9 +244,10 @@ def placements(like: Placement, num_tokens: int = 1, engine: str = "") -> list[P
             f" {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of KV, but"
             f" {most.num_gpus} x {gpu.name} have room for"
             f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB."
-            f" It would fit on {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
+            f" It would fit on {most.num_gpus} GPU{'s' * (most.num_gpus > 1)} of"
+            f" {needed / MEMORY_SHARE / 1e9:.0f} GB each"
             + (", or try fp8 weights." if is_wide else ".")
-            + " `disagg serve --nnodes` divides workers over several nodes, which are not planned.",
+            + (_MORE_NODES if len(degrees) > 1 else ""),
             param="gpu",
         )
     return fitting

@@ -166,8 +166,13 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         placements(Placement(SHAPES["llama-3.1-405b"], H100))
     with pytest.raises(NotEnoughMemory, match=r"would fit on 8 GPUs of 113 GB each, or try fp8"):
         placements(Placement(SHAPES["llama-3.1-405b"], H100))
-    # One that has 8 bits already is not told to take them.
     plain = SHAPES["llama-3.1-405b"]
+    # No number of nodes helps one whose recurrent states cannot be divided.
+    states: dict[str, Any] = {"delta_layers": (0,), "delta_heads": SMALL_HYBRID.delta_heads}
+    hybrid = replace(plain, config=replace(plain.config, **states))
+    with pytest.raises(NotEnoughMemory, match=r"on 1 GPU of \d+ GB each, or try fp8 weights\.$"):
+        placements(Placement(hybrid, H100))
+    # One that has 8 bits already is not told to take them.
     format = QuantizedFormat(name="fp8", layout="plain", dtype="F8_E4M3")
     packed = replace(plain, config=replace(plain.config, quantized=format))
     with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
