@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.adapters import AdapterBoard, AdapterEntry, AdapterReport
-from disagg.config import ServeConfig, TierConfig
+from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.errors import DisaggError, EngineFailed, Unavailable, request_failed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.server import LinkClosed, LinkServer, Received
@@ -40,7 +40,7 @@ from disagg.messages import (
 )
 from disagg.time_model import StepFeatures, StepTimeFit, attended
 from disagg.worker.liveness import LOOK_S, Liveness
-from disagg.worker.streams import LinkId, sequence_id
+from disagg.worker.streams import TOKEN_NBYTES, LinkId, check_room, sequence_id
 from disagg.worker.vllm import tickets
 from disagg.worker.vllm.arguments import LEASE_S
 from disagg.worker.vllm.engine import (
@@ -89,6 +89,10 @@ class _VllmStream:
         return self.start.request
 
     @property
+    def nbytes(self) -> int:
+        return TOKEN_NBYTES * len(self.request.token_ids) + sum(map(len, self.request.images))
+
+    @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids) + self.num_image + self.num_output
 
@@ -111,8 +115,10 @@ class VllmWorker:
         key: bytes,
         clock: Callable[[], float],
         adapters: Iterable[AdapterEntry] | None = None,
+        max_requests_nbytes: int = EngineConfig().max_requests_nbytes,
     ) -> None:
         self._engine = engine
+        self._max_requests_nbytes = max_requests_nbytes
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._names = PrefixNames()
@@ -182,7 +188,8 @@ class VllmWorker:
         )
         # Ingresses tell it which are served, also those of the configuration.
         adapters = () if tier.engine.enable_lora else None
-        worker = cls(engine, record, config.cluster_key.encode(), clock, adapters)
+        key, most = config.cluster_key.encode(), tier.engine.max_requests_nbytes
+        worker = cls(engine, record, key, clock, adapters, most)
         try:
             await worker._server.start()
         except BaseException:
@@ -291,6 +298,8 @@ class VllmWorker:
         try:
             if not self._is_accepting:
                 raise Unavailable("This worker is stopping or hangs; it takes no new requests.")
+            nbytes = sum(each.nbytes for each in self._streams.values())
+            check_room(nbytes, len(self._streams), self._max_requests_nbytes)
             check_request(stream.request)
             if stream.start.hand_over and can_hand_over(stream.request):
                 await self._prefill(stream)

@@ -79,6 +79,7 @@ async def fleet(
     num_prefill: int = 1,
     num_decode: int = 1,
     adapters: dict[str, str] | None = None,
+    max_requests_nbytes: int = 1 << 20,
     **engine_args: Any,
 ) -> AsyncIterator[Fleet]:
     tier = TierConfig(
@@ -88,6 +89,7 @@ async def fleet(
             backend="vllm",
             block_size=BLOCK_SIZE,
             enable_lora=adapters is not None,
+            max_requests_nbytes=max_requests_nbytes,
             engine_args=engine_args,
         ),
         prefill=PoolConfig(num_replicas=num_prefill),
@@ -354,10 +356,10 @@ def shown(image: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-async def see(it: Fleet, content: list[dict[str, Any]]) -> dict[str, Any]:
+async def see(it: Fleet, content: list[dict[str, Any]], status: int = 200) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_NEW}
     reply = await it.client.post("/v1/chat/completions", json={**body, "temperature": 0, **IDS})
-    assert reply.status_code == 200, reply.text
+    assert reply.status_code == status, reply.text
     found: dict[str, Any] = reply.json()
     return found
 
@@ -385,6 +387,21 @@ async def test_the_router_finds_prompts_that_begin_with_the_same_image(seeing: P
             usage = (await see(it, [shown(b"a cat"), text, text]))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 3 * BLOCK_SIZE
         assert len(it.engine(holder).seen) == 5 and not it.engine(1 - holder).seen
+
+
+async def test_images_count_for_the_requests_that_a_worker_takes(seeing: Path) -> None:
+    async with fleet(seeing, num_prefill=0, max_requests_nbytes=5000) as it:
+        engine = it.engine(0)
+        engine.stops_at = 5
+        engine.may_go_on.clear()
+        first = asyncio.create_task(see(it, [shown(bytes(3000))]))
+        await until(lambda: engine.num_waits)
+        refused = await see(it, [shown(bytes(3000))], status=429)
+        assert "at their limit" in refused["error"]["message"]
+        assert len(engine.seen) == 1
+        engine.may_go_on.set()
+        await first
+        await see(it, [shown(bytes(6000))])  # a single one is always taken
 
 
 async def test_a_request_with_an_image_goes_on_where_an_engine_died(seeing: Path) -> None:
