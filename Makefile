@@ -9,7 +9,8 @@ TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
 PYTEST = $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long; those of kernels and engines;
-# those of models; those of KV transfers and of fleets in one process; those of many parts together; and all others.
+# those of models; those of KV transfers and of fleets in one process; those of many parts together;
+# and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
 KERNELS := tests/engine tests/kernels
