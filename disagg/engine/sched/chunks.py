@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import make_room, place_state
+from disagg.engine.sched.block_tables import lacks_row, make_room, place_state
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD, claim
 from disagg.engine.sched.step import StepPlan
@@ -47,7 +47,8 @@ class Chunks:
             make_room(self._pool, sequence, start + num_tokens, self._num_spare_blocks + own)
             num_tokens = min(num_tokens, sequence.num_slots - start)
         if num_tokens and not place_state(self._pool, sequence, start + num_tokens):
-            size = self._pool.block_size  # there is one in the row of the first token
+            assert not lacks_row(self._pool, sequence), "the row of the first token has a state"
+            size = self._pool.block_size
             num_tokens = min(num_tokens, size - start % size)
         if num_tokens == num_left and sequence.draft:
             limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
