@@ -20,6 +20,7 @@ from disagg.errors import StartupError
 from disagg.kv_groups import one_group
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import describe_model
+from tests.grids import some
 from tests.models.checkpoints import Checkpoint, write_checkpoint
 
 SIZE = 4
@@ -39,7 +40,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 STATES: dict[str, dict[str, Any]] = {"qwen3-next": {}, "qwen3-next-odd": {}}
 
 
-@pytest.fixture(scope="module", params=[*sorted(VARIANTS), *STATES])
+# Of these each run has some: windows beside full attention and alone, and a state.
+EACH_RUN = ["gemma3", "gpt-oss", "mistral-sliding", "qwen3-mixed-windows"]
+
+
+@pytest.fixture(scope="module", params=some([*EACH_RUN, "qwen3-next"], [*VARIANTS, *STATES]))
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
@@ -189,7 +194,7 @@ def test_a_model_with_recurrent_states_cannot_draft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["auto", "int8"])
-@pytest.mark.parametrize("checkpoint", sorted(VARIANTS), indirect=True)
+@pytest.mark.parametrize("checkpoint", some(EACH_RUN, VARIANTS), indirect=True)
 def test_bfloat16_is_as_with_one_group(
     checkpoint: Checkpoint, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
