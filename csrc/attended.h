@@ -18,8 +18,6 @@ struct Attended {
   float scale, cap;     // a score is cap * tanh(product * scale / cap); cap 0: product * scale
 
   int group() const { return num_heads / num_kv_heads; }
-  // The blocks that a sequence has of the layer.
-  const int32_t* blocks(const Sequence& sequence) const { return sequence.blocks + place.table; }
   const bf16* head(int64_t token, int index) const {
     return qkv + (token * (num_heads + num_vectors * num_kv_heads) + index) * head_dim;
   }

@@ -51,8 +51,9 @@ class Attention {
   // Stores the keys and values of a token in the cache, in a layer that may not be set yet: other
   // threads write while one sets it.
   void write(const LayerPlace& place, int token) {
-    const int position = this->position(token), size = cache_.block_size;
-    const int64_t block = (sequences_.get()[token]->blocks + place.table)[position / size];
+    const Sequence& sequence = *sequences_.get()[token];
+    const int position = sequence.position(token), size = cache_.block_size;
+    const int64_t block = sequence.blocks(place)[position / size];
     for (int vector = 0; vector < given_.num_vectors; ++vector)
       for (int kv_head = 0; kv_head < given_.num_kv_heads; ++kv_head)
         cache_.write(cache_.page(block, place.layer, Half(vector), kv_head), position % size,
@@ -120,7 +121,7 @@ class Attention {
     const int start = item.chunk * CHUNK, stop = start + CHUNK;
     if (item.chunk < first) return;  // beyond the window
     auto part = [&](int chunk) { return partial((item.part + chunk) * given_.num_kv_heads + kv_head); };
-    attend_chunk(given_, cache_, given_.blocks(*item.sequence), item.begin, kv_head,
+    attend_chunk(given_, cache_, item.sequence->blocks(given_.place), item.begin, kv_head,
                  start > begin ? start : begin, stop < end ? stop : end, own.scores.get(),
                  own.widened.get(), part(item.chunk));
     std::atomic<int>& arrived = arrived_.get()[item.part * given_.num_kv_heads + kv_head];

@@ -27,21 +27,23 @@ struct Model {
   const Layer* layers;
 };
 
+// Where the KV of a layer is (`disagg/kv_groups.py`).
+struct LayerPlace {
+  int32_t table;  // where the block table of the layer's group begins in `Sequence::tables`
+  int32_t layer;  // the layer's number in the blocks of the group
+};
+
 // The tokens `start` to `end` of a step: the last ones of a sequence's context.
 struct Sequence {
   int32_t start, end, context_len;
   // Whether each token reads keys alone: a decode, or the tokens of a draft, which then have the
   // results that they would have one by one.
   int32_t is_alone;
-  const int32_t* blocks;  // block tables of all groups of layers, one after the other
+  const int32_t* tables;  // block tables of all groups of layers, one after the other
 
   int position(int token) const { return context_len - (end - token); }
-};
-
-// Where the KV of a layer is (`disagg/kv_groups.py`).
-struct LayerPlace {
-  int32_t table;  // where the block table of the layer's group begins in `Sequence::blocks`
-  int32_t layer;  // the layer's number in the blocks of the group
+  // The blocks of a layer.
+  const int32_t* blocks(const LayerPlace& place) const { return tables + place.table; }
 };
 
 struct Batch {

@@ -178,7 +178,8 @@ inline void attend_chunk(const Attended& given, const KVPages& cache, const int3
     }
     if (position >= end) return;
     const int64_t vector_nbytes = cache.vector_nbytes(dim);
-    const uint8_t* from = cache.page(blocks[position / cache.block_size], given.place.layer, half, kv_head) +
+    const int64_t block = blocks[position / cache.block_size];
+    const uint8_t* from = cache.page(block, given.place.layer, half, kv_head) +
                           position % cache.block_size * vector_nbytes;
     for (int64_t i = 0; i < count * vector_nbytes; i += 64)
       _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);

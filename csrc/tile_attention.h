@@ -101,7 +101,7 @@ class TileAttention {
     auto find = [&](Half half, float* scales) {
       for (int i = 0; i < KEY_TILE; ++i) vectors[i] = nullptr, scales[i] = 0.0f;
       cache_.for_runs(
-          given_.blocks(sequence), given_.place.layer, half, kv_head, first,
+          sequence.blocks(given_.place), given_.place.layer, half, kv_head, first,
           end < first + KEY_TILE ? end : first + KEY_TILE, KEY_TILE,
           [&](const uint8_t* page, int offset, int position, int count) {
             const int i = position - first;

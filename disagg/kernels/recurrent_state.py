@@ -95,24 +95,14 @@ class StatePages:
     Attributes:
         values: float32 [num_blocks, heads of a block, state_numel].
         num_blocks: of a sequence's state.
+        places: for each layer that has states, where its heads are: in which of a sequence's blocks
+            of state, and at which place in it; int64 [num_heads] each.
     """
 
     heads: DeltaHeads
     values: Tensor
     num_blocks: int
-
-    def places(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where the heads of a layer are: which of a sequence's blocks of state, and which place in
-        it; int64 [num_heads] each.
-
-        Args:
-            layer: its number among the layers that have states.
-        """
-        import torch
-
-        held, num_heads = self.values.shape[1], self.heads.num_heads
-        heads = torch.arange(layer * num_heads, (layer + 1) * num_heads, device=self.values.device)
-        return heads // held, heads % held
+    places: tuple[tuple[Tensor, Tensor], ...]
 
 
 def state_pages(memory: Tensor, shape: StateShape, block_nbytes: int) -> StatePages:
@@ -122,4 +112,7 @@ def state_pages(memory: Tensor, shape: StateShape, block_nbytes: int) -> StatePa
     held, numel = shape.heads_in(block_nbytes), shape.heads.state_numel
     rows = memory.view(-1, block_nbytes)[:, : held * numel * ITEMSIZE].view(torch.float32)
     values = rows.view(len(rows), held, numel)
-    return StatePages(shape.heads, values, shape.num_blocks(block_nbytes))
+    heads = torch.arange(shape.num_layers * shape.heads.num_heads, device=memory.device)
+    each_layer = heads.view(shape.num_layers, -1)
+    places = tuple(zip(each_layer // held, each_layer % held, strict=True))
+    return StatePages(shape.heads, values, shape.num_blocks(block_nbytes), places)

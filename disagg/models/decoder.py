@@ -250,9 +250,8 @@ class Decoder:
         gates = None
         if config.gates_output:
             num_values = config.num_heads * config.head_dim
-            projected, gates = (
-                each.contiguous() for each in projected.tensor_split((-num_values,), 1)
-            )
+            projected, gates = projected.tensor_split((-num_values,), 1)
+            projected = projected.contiguous()
         heads = projected.view(len(projected), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
         if config.rotates_pairs:

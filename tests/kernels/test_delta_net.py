@@ -57,8 +57,8 @@ def test_heads_fill_blocks_and_none_lies_in_two() -> None:
     assert states is not None
     held = states.values.shape[1]
     assert states.num_blocks == -(-12 // held) and pages.num_groups == 1 + states.num_blocks
-    found = [pair for layer in range(3) for pair in zip(*states.places(layer), strict=True)]
-    assert len(set(found)) == 12 and all(place < held for _, place in found)
+    found = {(int(b), int(p)) for at in states.places for b, p in zip(*at, strict=True)}
+    assert len(found) == 12 and all(place < held for _, place in found)
     drawn = torch.Generator().manual_seed(4)
     pages.blocks.normal_(generator=drawn)
     before = states.values.clone()
@@ -69,5 +69,5 @@ def test_heads_fill_blocks_and_none_lies_in_two() -> None:
     taps = torch.randn(HEADS.num_channels, 3, generator=drawn)
     delta_net(x, gates[0].log(), gates[1], taps, pages, 2, paging)
     changed = (states.values != before).any(-1)
-    block, place = states.places(1)
+    block, place = states.places[1]
     assert changed.sum() == 4 and changed[write[0, block], place].all()

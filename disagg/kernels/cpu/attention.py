@@ -44,7 +44,7 @@ class _Sequence(Structure):
         ("end", c_int32),
         ("context_len", c_int32),
         ("is_alone", c_int32),
-        ("blocks", c_void_p),
+        ("tables", c_void_p),
     )
 
 

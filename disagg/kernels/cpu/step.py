@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int32, c_void_p
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
@@ -243,8 +244,7 @@ class CpuStep:
             drafts = _begins_of_drafts(batch)
         sequences = plan_sequences(batch, kv_cache, drafts, kv_cache.num_groups)
         num_columns = batch.block_tables.shape[1] // kv_cache.num_groups
-        at = [LayerPlace(group * num_columns, layer) for group, layer in kv_cache.places]
-        places = (LayerPlace * len(at))(*at)
+        places = _layer_places(kv_cache.places, num_columns)
         described = _Batch(
             token_ids=batch.token_ids.data_ptr(),
             sequences=sequences.address,
@@ -269,6 +269,13 @@ class CpuStep:
             raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
         if status:
             raise MemoryError(f"there is not enough memory for a step of {num_tokens} tokens")
+
+
+@lru_cache(maxsize=64)  # 13 us for 32 layers in each step otherwise (EPYC Zen 4)
+def _layer_places(places: tuple[tuple[int, int], ...], num_columns: int) -> Array[LayerPlace]:
+    """Where the layers with these `KVPages.places` are; num_columns: of a group's block table."""
+    found = [LayerPlace(group * num_columns, layer) for group, layer in places]
+    return (LayerPlace * len(found))(*found)
 
 
 def _is_short(batch: StepBatch) -> bool:

@@ -97,7 +97,7 @@ def delta_net(
     """See `Ops.delta_net`."""
     pages = kv_cache.states
     assert pages is not None
-    block, place = pages.places(kv_cache.places[layer][1])
+    block, place = pages.places[kv_cache.places[layer][1]]
     before = pages.values[paging.read[:, block], place]
     before = before.masked_fill(paging.is_new[:, None, None], 0.0)
     after, out = torch.empty_like(before), mixed.new_empty(*decay.shape, pages.heads.value_dim)
