@@ -25,6 +25,7 @@ BENCHES = (
     "groups",
     "host_step",
     "lora",
+    "planner",
     "routing",
     "serving_path",
     "speculation",

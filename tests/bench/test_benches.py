@@ -40,6 +40,7 @@ def test_named_benches_run_one_after_another() -> None:
         "attention_cut",
         "cold_start",
         "host_step",
+        "planner",
         "routing",
         "peers",
     ]
@@ -50,6 +51,7 @@ def test_named_benches_run_one_after_another() -> None:
     (start,) = results["cold_start"]["rows"]
     phases = [seconds for name, seconds in start.items() if name.endswith(" s")]
     assert min(phases) > 0 and max(phases) == start["decision to first token s"]
+    assert results["planner"]["held_out"] > results["planner"]["near"] > 0
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     beside = results["peers"]
