@@ -39,7 +39,7 @@ LIMIT_S = 1  # for a head, and for a client's silence, instead of 10 and 60
 
 
 def serve_config(
-    directory: Path, port: int, backend_port: int | None = None, metrics_port: int = 18001
+    directory: Path, port: int, backend_port: int | None = None, metrics_port: int = 0
 ) -> str:
     """What Serve itself writes for HAProxy, with an application on `backend_port` or with none."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -50,7 +50,7 @@ def serve_config(
         server_state_base=str(directory),
         server_state_file=str(directory / "server-state"),
         enable_hap_optimization=True,
-        metrics_port=metrics_port,
+        metrics_port=metrics_port or free_port(),
         stats_port=free_port(),
         metrics_socket_path=str(directory / "metrics.sock"),
         http_options=HTTPOptions(host="127.0.0.1", port=port),
@@ -370,8 +370,10 @@ def test_an_ingress_is_reached_by_its_socket(
 def is_open(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except ConnectionResetError:
+        pass  # whoever listened has closed meanwhile, as an HAProxy that ends
     return True
 
 

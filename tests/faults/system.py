@@ -211,7 +211,14 @@ class System:
                 if sum(sizes.values()) != num_members:
                     return False
         num_ingress: int = self._config["num_ingress"]
-        return len(urls) == len(self.ingresses()) == num_ingress
+        is_complete = len(urls) == len(self.ingresses()) == num_ingress
+        return is_complete and (num_ingress == 1 or self._reached(8 * num_ingress) == num_ingress)
+
+    def _reached(self, num_asked: int) -> int:
+        """How many ingresses the proxy sends requests to."""
+        url = f"{self.url}/metrics?ingress=own"
+        answers = (plain_http.get(url, timeout=METRICS_TIMEOUT_S).text for _ in range(num_asked))
+        return len({found[1] for text in answers if (found := re.search(r'ingress="(\w+)"', text))})
 
 
 def until(
