@@ -23,6 +23,7 @@ from disagg.config import SpeculativeConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.draft_model import DraftModel
+from disagg.engine.device.medusa_drafts import MedusaDrafts
 from disagg.engine.engine import Engine
 from disagg.engine.sched import drafting
 from disagg.engine.sched.sequence import Sequence
@@ -31,6 +32,7 @@ from disagg.errors import StartupError
 from disagg.messages import Grammar
 from disagg.models.adapter import find_adapter
 from disagg.models.description import describe_model
+from disagg.time_model import StepTimeFit
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
 from tests.models.checkpoints import write_checkpoint
 from tests.models.heads import add_mtp_layer, write_eagle3, write_medusa
@@ -298,18 +300,23 @@ def test_drafts_beside_adapters(method: str, tmp_path: Path) -> None:
     assert scheduler.num_drafted > scheduler.num_accepted > 0
 
 
-def test_what_drafts_cost_is_what_they_took(directory: Path) -> None:
-    """Each look at the clock takes a millisecond, and a draft of three tokens seven looks, of which
-    each of its steps sees one."""
-    config = replace(CONFIG, speculative_config=draft_of(str(directory)))
-    engine = build_engine(config, describe_model(directory))[0]
+@pytest.mark.parametrize(("method", "num_looks"), [("draft_model", 7), ("medusa", 1)])
+def test_what_drafts_cost_is_what_they_took(
+    method: str, num_looks: int, directory: Path, tmp_path: Path
+) -> None:
+    """Each look at the clock takes a millisecond. A draft of three tokens takes so many looks, of
+    which each step of a draft model sees one."""
+    heads = method == "medusa"
+    drafts = repeating_heads(directory, tmp_path) if heads else draft_of(str(directory))
+    drafts = replace(drafts, num_speculative_tokens=3)
+    engine = build_engine(replace(CONFIG, speculative_config=drafts), describe_model(directory))[0]
     proposer = engine.scheduler.drafting.proposer
-    assert isinstance(proposer, DraftModel)
+    assert isinstance(proposer, DraftModel | MedusaDrafts)
+    proposer._times = StepTimeFit()  # without what another clock has measured at the start
     proposer._timer = partial(next, count(0.0, 0.001))
-    proposer.measure(4)
     run(engine, sequence(None, (5, 6, 7), max_tokens=480))
     costs_s = [proposer.token_s(1, place) for place in range(3)]
-    assert sum(costs_s) == pytest.approx(0.007, rel=0.02)
+    assert sum(costs_s) == pytest.approx(0.001 * num_looks, rel=0.02)
     assert costs_s[1] == costs_s[2] < 0.0011, "what is done once is a part of the first"
 
 

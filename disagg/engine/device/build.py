@@ -202,11 +202,11 @@ def _draft_model(
     num_blocks = plan.chosen.shape.groups.num_whole(whole.kv_cache.num_blocks)
     assert asked is not None and drafts is not None
     num_tokens = asked.num_speculative_tokens
+    stream = new_stream(plan.device)
     if isinstance(decoder, MedusaHeads):
-        heads = MedusaDrafts(decoder, whole, num_tokens)
+        heads = MedusaDrafts(decoder, whole, num_tokens, stream)
         heads.measure(max_num_seqs)
         return heads
-    stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
         of_runner = HeadRunner if isinstance(decoder, HeadDecoder) else ModelRunner
