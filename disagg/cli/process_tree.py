@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from disagg.app import haproxy_launcher
 from disagg.app.probe import runs
 from disagg.errors import StartupError
 
@@ -144,14 +145,17 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def family(name: str = "") -> list[psutil.Process]:
-    """All descendants of this process, or those with this name."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if name in ("", each.name()):
-                found.append(each)
-    return found
+def family() -> list[psutil.Process]:
+    """All descendants of this process."""
+    return psutil.Process().children(recursive=True)
+
+
+def is_haproxy(process: psutil.Process) -> bool:
+    """Whether it is HAProxy, or its launcher, which becomes HAProxy and tells the one before it to
+    stop listening."""
+    with contextlib.suppress(psutil.Error):
+        return process.name() == "haproxy" or haproxy_launcher.__file__ in process.cmdline()
+    return False
 
 
 def reap(besides: int | None = None) -> None:
@@ -170,12 +174,16 @@ def reap(besides: int | None = None) -> None:
 
 
 def end_family(
-    timeout_s: float = 2.0, besides: Sequence[psutil.Process] = ()
+    timeout_s: float = 2.0, keeps: Callable[[psutil.Process], bool] = lambda process: False
 ) -> list[psutil.Process]:
-    """Kill all other descendants, including new ones; returns those that are still there."""
+    """Kill all descendants, including new ones; returns those that are still there.
+
+    Args:
+        keeps: says of a descendant whether it lives on.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        left = [each for each in family() if each not in besides]
+        left = [each for each in family() if not keeps(each)]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

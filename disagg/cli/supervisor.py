@@ -112,7 +112,7 @@ class Supervisor:
         """
         process_tree.adopt_orphans()
         process_tree.set_logs_aside(Path(self._order.log_directory))
-        self._proxies = process_tree.family("haproxy")
+        self._proxies = [each for each in process_tree.family() if process_tree.is_haproxy(each)]
         is_restart = bool(self._proxies)
         self._order = replace(self._order, is_restart=is_restart, began_s=time.monotonic())
         directory = Path(self._order.directory)
@@ -150,8 +150,10 @@ class Supervisor:
         finally:
             if process.poll() is None:
                 process.kill()
-            kept = [] if self._signals.num else process_tree.family("haproxy")
-            for left in process_tree.end_family(besides=kept):
+            is_stopped = bool(self._signals.num)
+            for left in process_tree.end_family(
+                keeps=lambda process: not is_stopped and process_tree.is_haproxy(process)
+            ):
                 self._lines.say(
                     "left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid
                 )

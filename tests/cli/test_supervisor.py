@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from disagg.app import haproxy_launcher
 from disagg.cli.supervisor import SAME_SIGNAL_S
 from disagg.host import free_port
 from tests.e2e.command import until
@@ -38,6 +39,11 @@ for step in json.loads(os.environ["STEPS"])[turn]:
             proxy = subprocess.Popen([turns / "haproxy", "600"], start_new_session=True)
             (turns / "new").write_text(str(proxy.pid))
             (turns / "new").rename(turns / f"proxy-{{turn}}")
+        case "launch":
+            become = "import os, sys, time; time.sleep(0.5); os.execv(sys.argv[2], sys.argv[2:])"
+            words = [sys.executable, "-c", become, {haproxy_launcher.__file__!r}]
+            proxy = subprocess.Popen([*words, turns / "haproxy", "600"], start_new_session=True)
+            (turns / f"proxy-{{turn}}").write_text(str(proxy.pid))
         case "ready":
             send("Happened", event="ready", message="ready after 1 s")
         case "hang":
@@ -122,9 +128,11 @@ def start(tmp_path: Path) -> Any:
         each.process.wait()
 
 
-def test_haproxy_lives_on_until_the_next_server_is_ready(start: Start) -> None:
-    """Then it is told to end after its last stream, as that of the next one listens."""
-    command = start("proxy ready break", "proxy ready wait")
+@pytest.mark.parametrize("proxy", ["proxy", "launch"])
+def test_haproxy_lives_on_until_the_next_server_is_ready(start: Start, proxy: str) -> None:
+    """Then it is told to end after its last stream, as that of the next one listens. So does its
+    launcher, which may have told the HAProxy before it to stop listening."""
+    command = start(f"{proxy} ready break", "proxy ready wait")
     until(lambda: len(command.said("ready")) == 2)
     until(lambda: not runs(command.proxy(0)))
     assert command.said("broken") == ["Ray broke."]
