@@ -26,8 +26,10 @@ from disagg.batch.store import BatchStore
 from disagg.config import HttpConfig, TenantConfig
 from disagg.store.limits import Limits
 from tests.api.fakes import FakeGenerate, NoAdapters, served_model
+from tests.waiting import until as until
 
 URL = "/v1/chat/completions"
+HI: Any = [{"role": "user", "content": "hi"}]
 READY = Readiness(ready=True, pools={"tiny": {"prefill": 1, "decode": 1}})
 
 
@@ -90,18 +92,38 @@ async def openai_client(
         yield client
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that only others can do; the test's time limit ends a vain wait."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+async def chat(app: AsgiApp, **fields: Any) -> Any:
+    """The answer to "hi", through OpenAI's client."""
+    async with openai_client(app) as client:
+        return await client.chat.completions.create(model="tiny", messages=HI, **fields)
+
+
+async def chat_chunks(app: AsgiApp, **fields: Any) -> list[Any]:
+    """The same as a stream."""
+    async with openai_client(app) as client:
+        asked: dict[str, Any] = {"model": "tiny", "messages": HI, "stream": True} | fields
+        return [chunk async for chunk in await client.chat.completions.create(**asked)]
+
+
+async def complete(app: AsgiApp, prompt: Any = "a", **fields: Any) -> Any:
+    async with openai_client(app) as client:
+        return await client.completions.create(model="tiny", prompt=prompt, **fields)
 
 
 class Exchange:
-    """One raw ASGI exchange whose client can go away, which `httpx` cannot play."""
+    """One raw ASGI exchange whose client can go away, which `httpx` cannot play.
+
+    stops_at: whether the client stops reading at a message.
+    """
 
     def __init__(
-        self, app: AsgiApp, body: dict[str, Any], headers: Mapping[str, str] | None = None
+        self,
+        app: AsgiApp,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None = None,
+        stops_at: Callable[[Mapping[str, Any]], bool] = lambda message: False,
     ) -> None:
+        self._stops_at = stops_at
         self.sent: list[MutableMapping[str, Any]] = []
         self.arrived = asyncio.Event()
         self._incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
@@ -128,6 +150,8 @@ class Exchange:
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         self.sent.append(message)
         self.arrived.set()
+        if self._stops_at(message):
+            await never()
 
     async def until_text(self, part: str) -> None:
         while part not in self.text:

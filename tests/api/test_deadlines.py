@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -180,14 +179,7 @@ async def test_a_whole_reply_that_nobody_reads_is_given_up(
 ) -> None:
     monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     generate = FakeGenerate()
-    exchange = Exchange(make_app(generate), body)
-
-    async def block(message: MutableMapping[str, Any]) -> None:
-        exchange.sent.append(message)
-        if message["type"] == "http.response.body":
-            await never()
-
-    exchange._send = block  # type: ignore[method-assign]
+    exchange = Exchange(make_app(generate), body, stops_at=lambda message: "body" in message)
     await exchange.done
     assert (generate.num_open, len(exchange.sent)) == (0, 2)
 
@@ -200,13 +192,10 @@ async def test_a_silent_stream_that_takes_no_ping_is_given_up(
     generate = FakeGenerate(
         pause=lambda: asyncio.ensure_future(asyncio.sleep(0)) if next(pauses) < 1 else never()
     )
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True})
-
-    async def block(message: MutableMapping[str, Any]) -> None:
-        exchange.sent.append(message)
-        if b": ping" in message.get("body", b""):
-            await never()
-
-    exchange._send = block  # type: ignore[method-assign]
+    exchange = Exchange(
+        make_app(generate),
+        CHAT | {"stream": True},
+        stops_at=lambda message: b": ping" in message.get("body", b""),
+    )
     await exchange.done
     assert generate.num_open == 0

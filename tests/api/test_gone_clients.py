@@ -82,14 +82,8 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply, "PING_AFTER_S", 0.01)
     generate = FakeGenerate(pause=lambda: asyncio.ensure_future(asyncio.sleep(0.002)), finish=False)
-    exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 400})
-
-    async def block(message: MutableMapping[str, Any]) -> None:
-        exchange.sent.append(message)
-        if message.get("more_body"):
-            await never()
-
-    exchange._send = block  # type: ignore[method-assign]
+    body = CHAT | {"stream": True, "max_tokens": 400}
+    exchange = Exchange(make_app(generate), body, stops_at=lambda message: "more_body" in message)
     await exchange.done
     assert (generate.num_open, generate.num_closed) == (0, 1)
     assert len(exchange.sent) == 2  # the head and the write that blocked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from tests.router import fakes as of_fleet
+from tests.waiting import until as until
 
 KEY = b"the cluster's key"
 
@@ -100,13 +100,6 @@ class RecordingObserver(LinkObserver):
         self.calls.append(("lost", worker_id))
         self.held.pop(worker_id, None)
         self.statuses.pop(worker_id, None)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait for something that other tasks bring about."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - nobody could set an event
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

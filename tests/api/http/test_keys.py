@@ -14,13 +14,7 @@ from disagg.api.http.keys import LOOK_S, KeyCheck
 from disagg.config import HttpConfig
 from disagg.errors import StartupError, Unauthorized
 from tests.api.apps import http_client, make_app
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.waiting import Clock
 
 
 def tenant_of(check: KeyCheck, key: str | None) -> str | None:

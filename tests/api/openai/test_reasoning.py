@@ -17,7 +17,7 @@ from disagg.errors import InvalidRequest, ModelError
 from disagg.messages import GenerateRequest
 from disagg.models.description import describe_model
 from disagg.text.tokenizer import Tokenizer
-from tests.api.apps import make_app, openai_client
+from tests.api.apps import HI, chat, chat_chunks, complete, make_app, openai_client
 from tests.api.fakes import (
     CHATML,
     TOKENIZER,
@@ -28,7 +28,6 @@ from tests.api.fakes import (
 )
 from tests.api.openai.test_tools import LOOK
 
-HI: Any = [{"role": "user", "content": "hi"}]
 # As Qwen3's: the model writes both marks, or the template does.
 THINKING = (
     "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
@@ -52,17 +51,13 @@ def app(says: str, template: str = THINKING, per_delta: int = 3) -> tuple[AsgiAp
 )
 async def test_reasoning_is_a_field_of_its_own(template: str, says: str) -> None:
     serving, _ = app(says, template)
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=HI)
-        hidden = await client.chat.completions.create(
-            model="tiny", messages=HI, extra_body={"include_reasoning": False}
-        )
-    message: Any = answer.choices[0].message
+    answer = await chat(serving)
+    hidden = await chat(serving, extra_body={"include_reasoning": False})
+    message = answer.choices[0].message
     assert (message.content, message.reasoning_content) == ("Hi!", "So, yes.")
     assert message.reasoning == message.reasoning_content
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     thought = len(TOKENIZER.encode("So, yes.\n", add_special_tokens=False))
-    counted = answer.usage.completion_tokens_details.reasoning_tokens or 0
+    counted = answer.usage.completion_tokens_details.reasoning_tokens
     assert thought - 2 <= counted <= thought + 12  # marks are several tokens of this tokenizer
     assert hidden.choices[0].message.content == "Hi!"
     assert not hasattr(hidden.choices[0].message, "reasoning_content")
@@ -73,13 +68,11 @@ async def test_reasoning_is_a_field_of_its_own(template: str, says: str) -> None
 async def test_a_stream_adds_up_to_the_answer(per_delta: int) -> None:
     other = CALL.replace("look", "walk")  # no function's call, which does not end the reasoning
     serving, _ = app(f"So {other}?\n</think>\n\nWell.\n{CALL}", OPEN, per_delta)
-    async with openai_client(serving) as client:
-        request: Any = {"model": "tiny", "messages": HI, "tools": [LOOK], "max_tokens": 400}
-        whole = (await client.chat.completions.create(**request)).choices[0]
-        stream = await client.chat.completions.create(stream=True, **request)
-        choices = [choice async for chunk in stream for choice in chunk.choices]
-    message: Any = whole.message
-    deltas: list[Any] = [choice.delta for choice in choices]
+    request: Any = {"tools": [LOOK], "max_tokens": 400}
+    (whole,) = (await chat(serving, **request)).choices
+    chunks = await chat_chunks(serving, **request)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    message, deltas = whole.message, [choice.delta for choice in choices]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
     assert reasoning == message.reasoning_content == f"So {other}?"
     assert "".join(delta.content or "" for delta in deltas) == message.content == "Well."
@@ -113,12 +106,8 @@ async def test_stop_strings_end_what_is_said_only(
     per_delta: int,
 ) -> None:
     serving, _ = app(says, OPEN, per_delta)
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HI, tools=[LOOK], stop=stop, max_tokens=400
-        )
-    (choice,) = answer.choices
-    message: Any = choice.message
+    (choice,) = (await chat(serving, tools=[LOOK], stop=stop, max_tokens=400)).choices
+    message = choice.message
     assert (message.reasoning_content, message.content) == (reasoning, content)
     assert (bool(message.tool_calls), choice.finish_reason) == (has_call, reason)
     for call in message.tool_calls or []:
@@ -127,11 +116,9 @@ async def test_stop_strings_end_what_is_said_only(
 
 async def test_an_answer_that_is_cut_while_thinking_says_nothing() -> None:
     serving, _ = app("So, yes and no and yes", OPEN)
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=HI, max_tokens=4)
-    message: Any = answer.choices[0].message
+    answer = await chat(serving, max_tokens=4)
+    message = answer.choices[0].message
     assert message.content is None and message.reasoning_content.startswith("So")
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens == 4
 
 
@@ -147,8 +134,7 @@ async def test_earlier_reasoning_reaches_the_template(name: str) -> None:
 
 async def test_text_completions_are_as_the_model_wrote_them() -> None:
     serving, _ = app("<think>So</think>Hi")
-    async with openai_client(serving) as client:
-        answer = await client.completions.create(model="tiny", prompt="hi", max_tokens=100)
+    answer = await complete(serving, max_tokens=100)
     assert answer.choices[0].text == "<think>So</think>Hi"
 
 

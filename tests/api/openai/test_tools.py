@@ -12,10 +12,9 @@ import pytest
 
 from disagg.api.http.app import AsgiApp
 from disagg.messages import FinishReason, GenerateRequest, Grammar
-from tests.api.apps import http_client, make_app, openai_client
+from tests.api.apps import HI, chat, http_client, make_app, openai_client
 from tests.api.fakes import CHATML, TOKENIZER, FakeGenerate, served_model
 
-HI: Any = [{"role": "user", "content": "hi"}]
 PLACE = {
     "type": "object",
     "properties": {"where": {"$ref": "#/$defs/place"}},
@@ -40,12 +39,10 @@ def app(says: str, template: str = HERMES, per_delta: int = 3) -> tuple[AsgiApp,
 
 async def test_the_model_reads_what_it_may_call() -> None:
     serving, generate = app("no")
-    async with openai_client(serving) as client:
-        for fields in ({"tools": [LOOK, REST]}, {"tools": [LOOK], "tool_choice": "none"}, {}):
-            answer = await client.chat.completions.create(model="tiny", messages=HI, **fields)
-            assert answer.choices[0].message.content == "no"
-            assert answer.choices[0].message.tool_calls is None
-            assert answer.choices[0].finish_reason == "stop"
+    for fields in ({"tools": [LOOK, REST]}, {"tools": [LOOK], "tool_choice": "none"}, {}):
+        (choice,) = (await chat(serving, **fields)).choices
+        assert (choice.message.content, choice.message.tool_calls) == ("no", None)
+        assert choice.finish_reason == "stop"
     offered, refused, plain = (
         TOKENIZER.decode(request.token_ids, skip_special_tokens=False)
         for request in generate.requests
@@ -59,10 +56,7 @@ async def test_the_model_reads_what_it_may_call() -> None:
 
 async def test_a_call_is_not_text() -> None:
     serving, generate = app(f"Let me see.\n{CALL}\n{CALL}")
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HI, tools=[LOOK], n=2, max_tokens=300
-        )
+    answer = await chat(serving, tools=[LOOK], n=2, max_tokens=300)
     ids = set()
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls"
@@ -75,46 +69,19 @@ async def test_a_call_is_not_text() -> None:
     assert all(request.sampling.grammar is None for request in generate.requests)
 
 
-@pytest.mark.parametrize("per_delta", [1, 7, 1000])
-async def test_calls_in_a_stream(per_delta: int) -> None:
-    serving, _ = app(f"So: {CALL}\n{CALL}", per_delta=per_delta)
-    async with openai_client(serving) as client:
-        stream = await client.chat.completions.create(
-            model="tiny", messages=HI, tools=[LOOK], stream=True, max_tokens=300
-        )
-        choices = [choice async for chunk in stream for choice in chunk.choices]
-    deltas = [call for choice in choices for call in choice.delta.tool_calls or []]
-    begun = [call for call in deltas if call.id]
-    assert [call.index for call in begun] == [0, 1]
-    assert len({call.id for call in begun}) == 2
-    for call in begun:
-        assert call.function is not None and call.function.name == "look"
-        pieces = [each.function for each in deltas if each.index == call.index]
-        arguments = "".join(piece.arguments or "" for piece in pieces if piece)
-        assert json.loads(arguments) == {"where": "here"}
-        assert per_delta > 10 or len(pieces) > 3, "they come as they are generated"
-    assert "".join(choice.delta.content or "" for choice in choices) == "So:"
-    assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
-
-
 async def test_the_answer_ends_with_the_only_call_that_is_wanted() -> None:
     serving, generate = app(f"{CALL}{CALL} and more", per_delta=1)
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HI, tools=[LOOK], parallel_tool_calls=False, max_tokens=300
-        )
+    answer = await chat(serving, tools=[LOOK], parallel_tool_calls=False, max_tokens=300)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     assert len(choice.message.tool_calls or []) == 1
     assert generate.num_closed == 1
-    assert answer.usage is not None
     assert answer.usage.completion_tokens < len(generate.token_ids) / 2 + 5
 
 
 async def grammar_of(**fields: Any) -> Grammar | None:
     serving, generate = app("[]")
-    async with openai_client(serving) as client:
-        await client.chat.completions.create(model="tiny", messages=HI, **fields)
+    await chat(serving, **fields)
     return generate.requests[0].sampling.grammar
 
 
@@ -144,11 +111,8 @@ async def test_required_calls_are_read_whatever_the_template_is_like() -> None:
     wanted: list[tuple[Any, str]] = [("required", says), (NAMED, '{"where": "here"}')]
     for choice, said in wanted:
         serving, _ = app(said, template=SHOWS)
-        async with openai_client(serving) as client:
-            answer = await client.chat.completions.create(
-                model="tiny", messages=HI, tools=[LOOK], tool_choice=choice, max_tokens=200
-            )
-        (call,) = answer.choices[0].message.tool_calls or []
+        answer = await chat(serving, tools=[LOOK], tool_choice=choice, max_tokens=200)
+        (call,) = answer.choices[0].message.tool_calls
         assert call.type == "function" and call.function.name == "look"
         assert json.loads(call.function.arguments) == {"where": "here"}
         assert answer.choices[0].finish_reason == "tool_calls"
@@ -157,10 +121,7 @@ async def test_required_calls_are_read_whatever_the_template_is_like() -> None:
 
 async def test_of_a_call_that_is_cut_there_is_what_came() -> None:
     serving, _ = app('{"where": "here"}', template=SHOWS)
-    async with openai_client(serving) as client:
-        answer = await client.chat.completions.create(
-            model="tiny", messages=HI, tools=[LOOK], tool_choice=NAMED, max_tokens=3
-        )
+    answer = await chat(serving, tools=[LOOK], tool_choice=NAMED, max_tokens=3)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content is None
     (call,) = answer.choices[0].message.tool_calls or []
@@ -191,9 +152,8 @@ async def test_what_cannot_be_done_is_refused(
     template: str, fields: dict[str, Any], param: str
 ) -> None:
     serving, _ = app("no", template=template)
-    async with openai_client(serving) as client:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(serving, extra_body=fields)
     assert refused.value.param == param
 
 
@@ -211,7 +171,7 @@ async def test_tools_count_as_prompt() -> None:
 
 async def test_the_client_librarys_own_stream_reads_calls() -> None:
     serving, _ = app(f"So: {CALL}\n{CALL}", per_delta=2)
-    pieces: dict[int, str] = {0: "", 1: ""}
+    pieces: dict[int, list[str]] = {0: [], 1: []}
     async with openai_client(serving) as client:
         async with client.chat.completions.stream(
             model="tiny", messages=HI, tools=[LOOK], max_tokens=300
@@ -219,12 +179,15 @@ async def test_the_client_librarys_own_stream_reads_calls() -> None:
             async for event in stream:
                 if event.type == "tool_calls.function.arguments.delta":
                     assert event.name == "look"
-                    pieces[event.index] += event.arguments_delta
+                    pieces[event.index].append(event.arguments_delta)
         final = await stream.get_final_completion()
     message = final.choices[0].message
     assert message.content == "So:"
     said = [call.function.arguments for call in message.tool_calls or []]
-    assert said == [*pieces.values()] and all(json.loads(each) for each in said)
+    assert said == ["".join(each) for each in pieces.values()]
+    assert all(json.loads(each) == {"where": "here"} for each in said)
+    assert all(len(each) > 3 for each in pieces.values()), "they come as they are generated"
+    assert final.choices[0].finish_reason == "tool_calls"
 
 
 class StoppedAt(FakeGenerate):
