@@ -16,6 +16,7 @@ from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.router.autoscale import ScalingDecision
 from disagg.router.load_report import Demand, PoolState, report
 from disagg.time_model import StepTimeModel
+from tests.waiting import Clock
 
 TIMES = StepTimeModel(1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0)
 LIMITS = AutoscalingConfig(
@@ -41,16 +42,6 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
 
     monkeypatch.setattr(autoscaling, "_gauge", gauge)
     return seen
-
-
-class Clock:
-    """A steady clock; the wall clocks of the controller and of the ingresses are told apart."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def asked(
@@ -97,13 +88,13 @@ def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
     gauges: dict[tuple[str, str], float], ahead_s: float
 ) -> None:
     """Also if the clocks of the ingresses' nodes are ahead of the controller's or behind it."""
-    clock, ingresses = Clock(), Ingresses()
+    clock, ingresses = Clock(1000.0), Ingresses()
     scaler = Scaler([TIER], None, clock)
     size, seen = 1, []
     for second in range(60):
         ingresses.ask(30 if second < 20 else 0)
-        clock.now += 1.0
-        said = asked(INGRESS, clock.now + ahead_s, 2, ingresses.say())
+        clock.now_s += 1.0
+        said = asked(INGRESS, clock.now_s + ahead_s, 2, ingresses.say())
         assert scaler.num_wanted(said) == 2
         size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
         assert scaler.num_wanted(asked("toy-decode", 0.0, 2, {})) == 2
@@ -116,15 +107,15 @@ def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
 
 
 def test_prompts_that_wait_in_ingresses_are_helped_although_nobody_asks_any_more() -> None:
-    clock, ingresses, told = Clock(), Ingresses(), list[Sequence[ScalingDecision]]()
+    clock, ingresses, told = Clock(1000.0), Ingresses(), list[Sequence[ScalingDecision]]()
     scaler = Scaler([TIER], None, clock, told.append)
     sizes = []
     # 10 s of work in each ingress. Until help comes, one worker does 5 s of it, and four others do
     # the rest in as long.
     for num_tokens in (0, 100_000, 0):
         ingresses.num_waiting_tokens = num_tokens
-        clock.now += 10.0
-        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+        clock.now_s += 10.0
+        scaler.num_wanted(asked(INGRESS, clock.now_s, 2, ingresses.say()))
         sizes.append(scaler.num_wanted(asked("toy-prefill", 0.0, 1, {})))
     assert sizes == [1, 5, 1]
     assert len(told) == 2, "only changes are told"
@@ -140,44 +131,44 @@ def test_reports_that_stop_change_nothing_and_are_told_once(
 ) -> None:
     """Serve goes on to show the last ones. When they go on, what was asked meanwhile is not taken
     for the load of one second."""
-    clock, ingresses = Clock(), Ingresses()
+    clock, ingresses = Clock(1000.0), Ingresses()
     scaler = Scaler([TIER], None, clock)
     for _ in range(10):
         ingresses.ask(30)
-        clock.now += 1.0
-        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+        clock.now_s += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now_s, 2, ingresses.say()))
     before = scaler.num_wanted(asked("toy-prefill", 0.0, 1, {}))
     assert before > 1
-    last, said_at = ingresses.say(), clock.now
+    last, said_at = ingresses.say(), clock.now_s
     for _ in range(120):
         ingresses.ask(30)
-        clock.now += 1.0
+        clock.now_s += 1.0
         scaler.num_wanted(asked(INGRESS, said_at, 2, last))
         assert scaler.num_wanted(asked("toy-prefill", 0.0, before, {})) == before
     assert caplog.text.count("No ingress has reported") == 1
     for _ in range(20):
         ingresses.ask(30)
-        clock.now += 1.0
-        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+        clock.now_s += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now_s, 2, ingresses.say()))
     assert abs(scaler.num_wanted(asked("toy-prefill", 0.0, before, {})) - before) <= 1
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 def test_a_wall_clock_that_is_set_changes_no_size(by_s: float) -> None:
-    clock, ingresses = Clock(), Ingresses()
+    clock, ingresses = Clock(1000.0), Ingresses()
     scaler = Scaler([TIER], None, clock)
     size, sizes = 1, []
     for second in range(60):
         ingresses.ask(30)
-        clock.now += 1.0
-        wall = clock.now + (by_s if second >= 30 else 0.0)
+        clock.now_s += 1.0
+        wall = clock.now_s + (by_s if second >= 30 else 0.0)
         scaler.num_wanted(asked(INGRESS, wall, 2, ingresses.say()))
         size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
         sizes.append(size)
     assert len(set(sizes[25:])) == 1 and size > 1
     for _ in range(60):  # and nothing is remembered from a time that never was
-        clock.now += 1.0
-        scaler.num_wanted(asked(INGRESS, clock.now + by_s, 2, ingresses.say()))
+        clock.now_s += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now_s + by_s, 2, ingresses.say()))
         size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
     assert size == 1
 

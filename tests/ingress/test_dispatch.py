@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.api.running_job import RunningJob
 from disagg.blocks import hash_blocks
 from disagg.errors import (
     ContextLengthExceeded,
@@ -23,8 +24,11 @@ from disagg.errors import (
 from disagg.ingress.dispatch import append_tokens
 from disagg.messages import Prefetch, PutDelta, StageTimes, Start, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
+from disagg.router.output_length import OutputLengths
+from tests.api.fakes import TOKENIZER, request_spec
 from tests.deltas import answers
 from tests.grids import examples
+from tests.router import scripted_workers
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Script,
@@ -232,6 +236,25 @@ async def test_the_length_of_answers_is_learned() -> None:
     assert 20 < once < 128
     await collect(dispatcher, make_request(max_tokens=20))
     assert 20 < fleet.answers.usual("toy") < once
+
+
+@pytest.mark.parametrize(("stops", "num_tokens"), [((), 20), (("b",), 4)])
+async def test_the_length_of_an_answer_is_learned_once(
+    stops: tuple[str, ...], num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that ends with a stop string, which workers do not know."""
+    monkeypatch.setattr(scripted_workers, "token_at", lambda position: position)
+    [b] = TOKENIZER.encode("b", add_special_tokens=False)
+    fleet, request = make_fleet("d0"), make_request(b - 3, max_tokens=20)  # b-3, b-2, ... follow
+    spec = request_spec(request.sampling, stops=stops)
+    generate = make_dispatcher(ScriptedWorkers(), fleet).generate
+    job = RunningJob("r", 0, spec, (request,), generate)
+    async for _ in job.batches():
+        pass
+    assert job.num_completion_tokens == num_tokens
+    learned = OutputLengths()
+    learned.observe("toy", num_tokens)
+    assert fleet.answers.usual("toy") == learned.usual("toy")
 
 
 async def test_closing_the_answer_closes_the_stream() -> None:

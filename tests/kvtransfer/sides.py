@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TypeAlias
 
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.nixl_transport import NixlTransport
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 from tests.kvtransfer.memory import Memory
-
-PATIENCE_S = 60.0
+from tests.waiting import wait_until
 
 Event: TypeAlias = PullDone | TicketReleased
 
@@ -44,13 +42,6 @@ class Sides:
     def close_all(self) -> None:
         while self._open:
             self._open.pop().close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, "nothing happened"
-        time.sleep(0.0005)
 
 
 def next_events(side: Transport, num: int = 1) -> list[Event]:

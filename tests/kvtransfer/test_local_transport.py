@@ -17,8 +17,8 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.pulls import Pull, Source
 from disagg.kvtransfer.slab import BlockPart, Slab, Stamps
-from disagg.kvtransfer.ticket import Peer, issue_ticket
-from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.kvtransfer.ticket import issue_ticket
+from disagg.kvtransfer.transport import PullDone
 from tests.kvtransfer.memory import Memory
 
 
@@ -54,13 +54,6 @@ class Torn(LocalTransport):
         self.after_stamps()
 
 
-class Deaf(LocalTransport):
-    """Loses every notification."""
-
-    def _notify(self, peer: Peer, ticket_id: str) -> None:
-        pass
-
-
 BLOCKS = st.permutations(range(32)).flatmap(lambda ids: st.integers(1, 8).map(lambda n: ids[:n]))
 
 
@@ -86,29 +79,6 @@ def test_a_pull_is_accepted_exactly_when_its_blocks_were_not_used_again(
     assert (done.error is None) == (when == "after" or reused not in block_ids)
     if done.error is None:
         assert reader.holds_copy(source, ticket, into)
-
-
-def test_a_lost_notification_costs_only_the_hold() -> None:
-    fleet, source, reader = LocalFleet(), Memory("source"), Memory("reader")
-    serving = open_side(fleet, source)
-    side = Deaf(fleet, "reader", 1, reader.slab, reader.stamps, clock=time.monotonic)
-    side.add_peer(serving.peer)
-    side.pull(source.ticket("t", [1]), 0, [2])
-    (done,) = side.poll()
-    assert isinstance(done, PullDone) and done.error is None
-    assert serving.poll() == []
-
-
-def test_a_failed_pull_releases_the_ticket_too() -> None:
-    fleet, source, reader = LocalFleet(), Memory("source"), Memory("reader")
-    serving, side = open_side(fleet, source), open_side(fleet, reader)
-    side.add_peer(serving.peer)
-    ticket = source.ticket("t", [1])
-    source.reuse(1)
-    side.pull(ticket, 0, [2])
-    (done,) = side.poll()
-    assert isinstance(done, PullDone) and done.error is not None
-    assert serving.poll() == [TicketReleased("t")]
 
 
 def test_device_memory_that_nobody_can_copy_is_refused() -> None:

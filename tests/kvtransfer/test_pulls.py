@@ -77,14 +77,6 @@ def test_blocks_here_that_do_not_fit_are_refused(
         book_with_source().begin(SOURCE.ticket("t", [4, 5]), first_block, into, now=0.0)
 
 
-def test_a_ticket_is_used_once() -> None:
-    book = book_with_source()
-    ticket = SOURCE.ticket("t", [4])
-    book.end(book.begin(ticket, 0, [0], now=0.0))
-    with pytest.raises(TransferFailed, match="used already"):
-        book.begin(ticket, 0, [0], now=0.0)
-
-
 def test_used_tickets_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "MAX_USED_TICKETS", 3)
     book = PullBook(READER.slab, "local")

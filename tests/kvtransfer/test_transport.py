@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -68,17 +66,6 @@ def test_blocks_arrive_and_the_source_hears_of_it(shared: Pair) -> None:
     assert done.seconds >= 0.0
     assert shared.reader.holds_copy(shared.source, ticket, [1, 2, 0])
     assert next_events(shared.serving) == [TicketReleased(ticket.ticket_id)]
-
-
-def test_only_the_missing_blocks_are_copied(shared: Pair) -> None:
-    shared.reader.clear()
-    ticket = shared.source.ticket(new_id(), [7, 8, 9])
-    shared.reading.pull(ticket, 2, [11])
-    assert finish(shared.reading).num_blocks == 1
-    assert shared.reader.holds_copy(shared.source, ticket, [11], first=2)
-    others = set(range(32)) - {11}
-    assert all(shared.reader.read(block) == bytes(256) for block in others)
-    next_events(shared.serving)
 
 
 def test_blocks_used_again_are_not_accepted(shared: Pair) -> None:
@@ -149,25 +136,6 @@ def test_many_pulls_at_once_end_once_each(shared: Pair) -> None:
     assert shared.reading.poll() == shared.serving.poll() == []
 
 
-def test_everything_that_was_held_comes_back(shared: Pair) -> None:
-    held, free = dict[str, list[int]](), set(range(32))
-    rng = random.Random(7)
-    for _ in range(40):
-        blocks = rng.sample(sorted(free), k=rng.randint(1, 4))
-        free.difference_update(blocks)
-        ticket = shared.source.ticket(new_id(), blocks)
-        held[ticket.ticket_id] = blocks
-        if rng.random() < 0.5:
-            shared.reading.release(ticket)
-        else:
-            shared.reading.pull(ticket, 0, list(range(len(blocks))))
-            assert finish(shared.reading).error is None
-        for event in next_events(shared.serving):
-            assert isinstance(event, TicketReleased)
-            free.update(held.pop(event.ticket_id))
-    assert free == set(range(32)) and not held
-
-
 BLOCKS = st.permutations(range(32))
 
 
@@ -231,38 +199,3 @@ def test_a_source_that_has_left_is_forgotten_and_may_come_back(sides: Sides) -> 
         pair.reading.pull(ticket, 0, [8, 9])
         assert finish(pair.reading).error is None
         assert pair.reader.holds_copy(pair.source, ticket, [8, 9])
-
-
-def test_no_accepted_pull_has_torn_content(sides: Sides) -> None:
-    """The source uses blocks again in the middle of copies, as fast as it can."""
-    pair = open_pair(sides, block_nbytes=64 * 1024)
-    stop = threading.Event()
-    between_steps = threading.Lock()  # tickets are issued for blocks that are written in full
-
-    def churn() -> None:
-        rng = random.Random(1)
-        while not stop.is_set():
-            with between_steps:
-                pair.source.reuse(rng.randrange(24))
-
-    churning = threading.Thread(target=churn)
-    churning.start()
-    num_accepted = num_refused = 0
-    try:
-        while num_accepted < 15 or num_refused < 15:
-            # Eight blocks that nobody uses again, and sometimes a few that somebody does.
-            num_pulls = num_accepted + num_refused
-            blocks = [*range(24, 32), *range(num_pulls % 2 * 8)]
-            with between_steps:
-                ticket = pair.source.ticket(new_id(), blocks)
-            pair.reading.pull(ticket, 0, blocks)
-            done = finish(pair.reading)
-            if done.error is None:
-                num_accepted += 1
-                assert pair.reader.holds_copy(pair.source, ticket, blocks)
-            else:
-                num_refused += 1
-            assert done.is_torn == (done.error is not None)
-    finally:
-        stop.set()
-        churning.join()

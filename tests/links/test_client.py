@@ -186,17 +186,6 @@ async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
             assert calls == ["synced", "lost", "synced"]
 
 
-async def test_a_link_waits_for_a_worker_that_comes_up_late() -> None:
-    observer = RecordingObserver()
-    async with fake_worker() as early:
-        record = early.record
-    async with linked(record, observer) as link:
-        await until(lambda: "Connect call failed" in link.last_error)
-        await asyncio.sleep(0.3)  # several attempts
-        async with fake_worker(record):
-            await until(lambda: observer.held)
-
-
 async def test_a_link_never_waits_long_before_it_tries_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,22 +226,6 @@ async def test_a_prompt_may_be_longer_than_a_handshake() -> None:
         )
         tokens = await collect(open_stream(link, make_request(num_tokens=500_000)))
         assert tokens == list(range(500_000))
-
-
-async def test_events_follow_the_snapshot() -> None:
-    async with pair() as (worker, _, observer):
-        worker.step(events=[KVEvent("stored", (b"a" * 16, b"b" * 16))])
-        worker.step(events=[KVEvent("removed", (b"a" * 16,))], status=WorkerStatus(num_holds=1))
-        await until(lambda: observer.statuses["decode-0"].num_holds == 1)
-        assert observer.held["decode-0"] == {b"b" * 16}
-
-
-async def test_names_in_host_memory_come_with_the_snapshot() -> None:
-    async with pair() as (worker, _, observer):
-        status = WorkerStatus(num_holds=1)
-        worker.server.publish_snapshot(1, [b"a" * 16], status, [b"h" * 16])
-        await until(lambda: observer.statuses["decode-0"].num_holds == 1)
-        await until(lambda: observer.held["decode-0"] == {b"a" * 16, b"h" * 16})
 
 
 async def test_parts_of_a_snapshot_are_no_reports_of_the_load(

@@ -46,11 +46,6 @@ def test_any_cut_gives_the_same_frames(payloads: list[bytes], cuts: list[int]) -
     assert got == payloads
 
 
-def test_many_frames_in_one_chunk() -> None:
-    reader = FrameReader(max_nbytes=10)
-    assert reader.feed(frame(b"a") + frame(b"") + frame(b"ccc")) == [b"a", b"", b"ccc"]
-
-
 def test_an_announced_size_above_the_cap_is_refused_before_it_arrives() -> None:
     reader = FrameReader(max_nbytes=10)
     with pytest.raises(BadFrame, match="11 bytes was announced; at most 10"):

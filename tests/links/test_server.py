@@ -137,27 +137,6 @@ async def test_a_large_snapshot_comes_in_parts_and_what_happens_meanwhile_after_
         ]
 
 
-async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load() -> None:
-    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
-        await ingress.greet()
-        await ingress.read()
-        ingress.write(Frequency(0.05))
-        await until(lambda: worker.server._links[1].reports.interval_s)
-        statuses = [WorkerStatus(num_running=1, num_context_tokens=n) for n in range(1, 6)]
-        events = [KVEvent("stored", (bytes([n]) * 16,)) for n in range(5)]
-        worker.step({}, events[:1], statuses[0])
-        for event, status in zip(events[1:], statuses[1:], strict=True):
-            worker.step({1: [TokenDelta(7, (1,))]}, [event], status)
-        frames: list[StepFrame] = []
-        while not frames or frames[-1].status != statuses[-1]:
-            frame = await ingress.read()
-            assert isinstance(frame, StepFrame)
-            frames.append(frame)
-        assert sum(len(each.deltas) for each in frames) == 4
-        assert [event for each in frames for event in each.kv_events] == events
-        assert sum(each.status is not None for each in frames) <= 2
-
-
 async def test_an_answer_without_a_step_is_none_of_the_reports_after_a_request() -> None:
     """Else a request for a prefix would end the router's count of reports too early."""
     async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
@@ -174,23 +153,6 @@ async def test_an_answer_without_a_step_is_none_of_the_reports_after_a_request()
         answer, *reports = [await ingress.read() for _ in range(3)]
         assert answer == StepFrame(1, (TokenDelta(2, (), finish_reason="stop"),))
         assert [each.status for each in reports if isinstance(each, StepFrame)] == steps
-
-
-async def test_cache_events_wait_for_the_snapshot_that_contains_them() -> None:
-    async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
-        worker.answers_resync = False
-        await ingress.greet()
-        early, late = KVEvent("stored", (b"e" * 16,)), KVEvent("removed", (b"e" * 16,))
-        worker.step({1: [TokenDelta(1, (5,))]}, [early], BUSY)
-        worker.server.publish_snapshot(1, [b"e" * 16], BUSY)
-        worker.step(events=[late], status=BUSY)
-        assert await ingress.read() == StepFrame(1, (TokenDelta(1, (5,)),))
-        assert await ingress.read() == Snapshot(1, (b"e" * 16,), BUSY)
-        assert await ingress.read() == StepFrame(2, (), (late,))
-        ingress.write(Resync())
-        await until(lambda: len(worker.of_type(Resync)) == 2)
-        worker.step({1: [TokenDelta(1, (6,))]}, [early], WorkerStatus())
-        assert await ingress.read() == StepFrame(3, (TokenDelta(1, (6,)),))
 
 
 async def test_messages_arrive_in_order_and_the_end_of_a_link_is_the_last() -> None:
@@ -261,25 +223,6 @@ async def test_a_silent_stranger_is_cut_off() -> None:
     async with fake_worker(handshake_timeout_s=0.02) as worker, RawIngress(worker) as ingress:
         await ingress.read()
         assert await ingress.is_closed()
-
-
-async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None:
-    """The loop may have accepted it just before the server closed."""
-    loop = asyncio.get_running_loop()
-    async with fake_worker() as worker:
-        await worker.server.close()
-        with (
-            socket.create_server(("127.0.0.1", 0)) as listening,
-            socket.create_connection(listening.getsockname()),
-        ):
-            accepted, _ = listening.accept()
-            accepted.setblocking(False)
-            _, link = await loop.connect_accepted_socket(
-                lambda: server._IngressLink(worker.server), accepted
-            )
-            await asyncio.wait_for(link.ended, timeout=60)
-            assert link.reason == "the worker shuts down"
-    assert worker.received == []
 
 
 @pytest.mark.parametrize("num_turns", range(5))

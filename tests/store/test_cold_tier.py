@@ -35,8 +35,8 @@ from tests.store.tiers import (
     offer,
     one_second_a_block,
     settle,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -26,14 +26,7 @@ from disagg.store.limits import (
 from disagg.store.redis_store import RedisBoard
 from tests.grids import examples
 from tests.store.fake_board import FakeBoard
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 def new_limits(clock: Clock, **settings: Any) -> Limits:
@@ -91,9 +84,9 @@ def test_requests_per_minute_come_back_steadily() -> None:
     left = limits.remaining("a")["requests"]
     assert (left.limit, left.remaining) == (60, 0)
     assert left.reset_s == pytest.approx(60.0)
-    clock.now += 10.0
+    clock.now_s += 10.0
     assert num_admitted(limits) == 10
-    clock.now += 1e6
+    clock.now_s += 1e6
     assert num_admitted(limits) == 60
 
 
@@ -113,7 +106,7 @@ def test_a_prompt_is_spent_at_once_and_its_answer_as_a_debt() -> None:
     with pytest.raises(RateLimited, match="600 tokens per minute") as caught:
         limits.begin("a")
     assert caught.value.retry_after_s == pytest.approx(30.1)
-    clock.now += 31.0
+    clock.now_s += 31.0
     limits.begin("a")
 
 
@@ -122,10 +115,10 @@ def test_a_prompt_above_the_limit_of_a_minute_waits_for_a_full_one() -> None:
     limits = new_limits(clock, tokens_per_minute=600)
     limits.begin("a")
     limits.take_tokens("a", 900)
-    clock.now += 89.0
+    clock.now_s += 89.0
     with pytest.raises(RateLimited):
         limits.take_tokens("a", 900)
-    clock.now += 1.0
+    clock.now_s += 1.0
     limits.take_tokens("a", 900)
 
 
@@ -168,10 +161,10 @@ def test_an_ingress_that_is_silent_does_not_count_and_is_wiped_off(board: LimitB
     look(board, "one", one)
     look(board, "two", two)
     assert num_admitted(two) == 0
-    clock.now += SILENT_S + 0.1
+    clock.now_s += SILENT_S + 0.1
     assert look(board, "two", two) == []
     assert num_admitted(two) == 3
-    clock.now += GONE_S
+    clock.now_s += GONE_S
     assert look(board, "two", two) == ["one"]
     assert look(board, "two", two, ["one"]) == []
     assert set(board.exchange("three", new_limits(clock).entry())) == {"two", "three"}
@@ -184,7 +177,7 @@ def test_a_board_that_is_away_is_not_believed_for_ever() -> None:
     look(board, "one", one)
     look(board, "two", two)
     assert num_admitted(two) == 0
-    clock.now += SILENT_S + 0.1
+    clock.now_s += SILENT_S + 0.1
     assert num_admitted(two) == 2
 
 
@@ -206,7 +199,7 @@ def test_a_figure_that_makes_no_sense_closes_nobody_out_for_longer_than_a_minute
     look(board, "two", two)
     look(board, "one", one)
     assert num_admitted(one) == 0
-    clock.now += 60.0
+    clock.now_s += 60.0
     assert num_admitted(one) == 60
 
 
@@ -223,23 +216,23 @@ def test_several_ingresses_admit_no_more_than_is_said(steps: list[tuple[str, str
     ingresses = {name: new_limits(clock, requests_per_minute=per_minute) for name in "012"}
     for name, each in ingresses.items():
         look(board, name, each)
-    total, began_s = 0, clock.now
+    total, began_s = 0, clock.now_s
     for name, what in steps:
         if what == "ask":
             total += num_admitted(ingresses[name], most=10)
         elif what == "look":
             look(board, name, ingresses[name])
         else:
-            clock.now += SYNC_S
+            clock.now_s += SYNC_S
             for each_name, each in ingresses.items():
                 look(board, each_name, each)
-        fair = per_minute + (clock.now - began_s) * per_minute / 60.0
+        fair = per_minute + (clock.now_s - began_s) * per_minute / 60.0
         assert total <= fair + 2 * per_minute + 1e-6
     for name, each in 2 * list(ingresses.items()):
         look(board, name, each)
     left = [each.remaining("a")["requests"].reset_s for each in ingresses.values()]
     # Once all have looked, all know the same, but for what a full bucket did not take meanwhile.
-    assert max(left) - min(left) <= clock.now - began_s + 1e-6
+    assert max(left) - min(left) <= clock.now_s - began_s + 1e-6
 
 
 async def test_ingresses_are_kept_in_step_beside_their_requests(

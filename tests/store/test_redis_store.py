@@ -19,17 +19,10 @@ from disagg.errors import StartupError, Unavailable
 from disagg.models.share import Share
 from disagg.store.redis_store import RedisStore, _Server
 from tests.grids import examples
+from tests.waiting import Clock
 
 A, B = b"a" * 16, b"b" * 16
 BLOCK = bytes(range(256)) * 16
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -259,21 +252,6 @@ def test_values_have_a_time_to_live(own_redis: EmbeddedRedis, client: redis.Redi
     (name,) = names_in(client)
     assert 0 < client.pttl(name) <= 100_000
     store.close()
-
-
-def test_the_server_bounds_the_bytes(
-    own_redis: EmbeddedRedis, open_store: Opener, client: redis.Redis
-) -> None:
-    store = open_store(own_redis.url, timeout_s=10)
-    limit = client.info("memory")["used_memory"] + (2 << 20)
-    client.config_set("maxmemory", limit)
-    keys = [i.to_bytes(16, "little") for i in range(100)]
-    for name in keys:
-        store.put_many([(name, bytes(64 << 10))])
-    found = [block is not None for block in store.get_many(keys[-4:])]
-    assert any(found)
-    assert client.dbsize() < 50
-    assert client.info("stats")["evicted_keys"] > 0
 
 
 _layouts = itertools.count()

@@ -51,26 +51,11 @@ def test_what_was_put_comes_back(new_store: Callable[[], ColdStore]) -> None:
     assert store.get_many([key(4), key(9), key(0)]) == [blocks[key(4)], None, blocks[key(0)]]
 
 
-def test_nothing_is_asked_with_no_keys(new_store: Callable[[], ColdStore]) -> None:
-    store = new_store()
-    store.put_many([])
-    assert store.get_many([]) == []
-    assert store.contains_prefix([]) == 0
-
-
 def test_a_later_put_wins(new_store: Callable[[], ColdStore]) -> None:
     store = new_store()
     store.put_many([(key(1), b"one")])
     store.put_many([(key(1), b"two"), (key(2), b"a"), (key(2), b"b")])
     assert store.get_many([key(1), key(2)]) == [b"two", b"b"]
-
-
-def test_the_prefix_ends_at_the_first_gap(new_store: Callable[[], ColdStore]) -> None:
-    store = new_store()
-    store.put_many([(key(i), b"x") for i in (0, 1, 3)])
-    assert store.contains_prefix([key(i) for i in range(5)]) == 2
-    assert store.contains_prefix([key(3)]) == 1
-    assert store.contains_prefix([key(2), key(0)]) == 0
 
 
 def test_stores_do_not_see_each_other(new_store: Callable[[], ColdStore]) -> None:

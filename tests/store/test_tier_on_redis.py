@@ -20,8 +20,8 @@ from tests.store.tiers import (
     offer,
     one_second_a_block,
     settle,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
@@ -79,35 +79,3 @@ def test_a_frozen_redis_ends_a_fetch_and_lets_the_tier_close(own_redis: Embedded
         assert tier.close(timeout_s=60)
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
-
-
-def test_a_redis_that_froze_while_blocks_were_on_their_way_is_used_again(
-    own_redis: EmbeddedRedis,
-) -> None:
-    tier = redis_tier(own_redis, timeout_s=2.0)
-    keep(tier, 0)
-    os.kill(own_redis.pid, signal.SIGSTOP)
-    try:
-        for i in range(1, 200):
-            offer(tier, i)
-            assert tier.queued_nbytes <= 200 * NBYTES
-        settle(tier)
-        assert tier.is_away and tier.stats.num_failed > 0
-    finally:
-        os.kill(own_redis.pid, signal.SIGCONT)
-    wait_until(lambda: offer(tier, 500))
-    settle(tier)
-    found = fetched(tier, 0)
-    assert found.blocks == [block(0)]
-    assert tier.close(timeout_s=60)
-
-
-def test_workers_share_what_one_of_them_stored(own_redis: EmbeddedRedis) -> None:
-    one, other = redis_tier(own_redis, timeout_s=10), redis_tier(own_redis, timeout_s=10)
-    for i in range(20):
-        offer(one, i)
-    settle(one)
-    fetch = other.lookup(names(*range(25)))
-    finish(other, fetch)
-    assert fetch.blocks == [block(i) for i in range(20)]
-    assert one.close(timeout_s=60) and other.close(timeout_s=60)

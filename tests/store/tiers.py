@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
 from disagg.store.cold_tier import ColdTier, Fetch
 from disagg.time_model import TransferTimeModel
 from tests.store.fake_store import FakeStore
+from tests.waiting import wait_until
 
 NBYTES = 1000
 
@@ -69,13 +69,6 @@ def names(*numbers: int) -> list[BlockHash]:
 
 def block(i: int) -> bytes:
     return bytes([i % 256]) * NBYTES
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
 
 
 def finish(tier: ColdTier, *fetches: Fetch) -> None:

@@ -15,7 +15,7 @@ from disagg.worker.core import WorkerCore
 from tests.deltas import open_stream
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
-from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
+from tests.worker.test_worker import answer_to, make_request, tokens
 
 
 @pytest.fixture
@@ -55,34 +55,6 @@ async def test_the_kv_of_a_running_sequence_moves() -> None:
         await r.until_empty("other")
 
 
-@pytest.mark.usefixtures("in_a_hurry")
-async def test_many_leave_in_whatever_state_they_are() -> None:
-    """Decoding, in the middle of a prompt, and waiting for a place in the batch."""
-    async with rig() as r:
-        await r.start("decode", num_blocks=256, max_num_seqs=2)
-        await r.start("prefill", worker_id="other", num_blocks=256)
-        runner = r.runners["decode"]
-        runner.num_runs_left = 3
-        requests = [
-            make_request(max_tokens=100, prompt=tuple(range(i, i + 12 * i))) for i in range(4, 9)
-        ]
-        visits = [asyncio.create_task(follow(r, "decode", request)) for request in requests]
-        await until(lambda: not runner.gate.is_set() and runner.is_waiting)
-        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
-        runner.num_runs_left = -1
-        runner.gate.set()
-        ends = []
-        for request, visit in zip(requests, visits, strict=True):
-            had, last = await visit
-            ends.append("ticket" if last.error is None else last.error.code)
-            moved = append_tokens(request, had, BLOCK_SIZE)
-            rest, _ = await follow(r, "other", moved, last.ticket)
-            assert [*had, *rest] == answer_to(request)
-        assert set(ends) == {"ticket", "unavailable"}
-        await draining
-        await r.until_empty("other")
-
-
 async def test_what_ends_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimeModel, "decode_step_s", lambda *arguments: 0.1)
     async with rig() as r:
@@ -103,37 +75,6 @@ async def test_what_ends_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.ticket is not None and had == answer_to(requests[1])[: len(had)]
         r.links["decode"].send(Release(other.ticket.ticket_id))
         await draining
-
-
-@pytest.mark.usefixtures("in_a_hurry")
-async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
-    """Its arrival waited for blocks when the worker began to drain."""
-    async with rig() as r:
-        await r.start("prefill", num_blocks=128)
-        await r.start("decode")
-        await r.start("decode", worker_id="other")
-        r.transports["decode"].hangs = True
-        kv_import = r.workers["decode"]._core._kv_import
-        visits, firsts = [], []
-        for start in (30, 31):
-            request = make_request(60, prompt=tuple(range(start, 200)))
-            moved, first = await prefilled(r, request)
-            firsts.append((moved, first))
-            visits.append(asyncio.create_task(follow(r, "decode", moved, first.ticket)))
-            await until(lambda: kv_import.num_arriving == len(visits))
-        draining = asyncio.create_task(r.workers["decode"].drain(60.0))
-        had, last = await visits[1]
-        assert not had and last.error is not None and last.error.code == "unavailable"
-        moved, first = firsts[1]
-        rest, _ = await follow(r, "other", moved, first.ticket)
-        assert [*first.token_ids, *rest] == answer_to(request)
-        assert r.runners["other"].num_computed == len(rest)
-        r.transports["decode"].hangs = False
-        had, last = await visits[0]  # its pull was under way: it arrives, and leaves again
-        assert last.ticket is not None and len(had) == 1
-        r.links["decode"].send(Release(last.ticket.ticket_id))
-        await draining
-        await r.until_empty("prefill")
 
 
 @pytest.mark.usefixtures("in_a_hurry")

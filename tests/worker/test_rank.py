@@ -27,7 +27,8 @@ from tests.engine.fake_runner import FakeKV
 from tests.kvtransfer.memory import Memory
 from tests.store.fake_store import FakeStore
 from tests.store.test_host_tier import Copies
-from tests.store.tiers import name, names, wait_until
+from tests.store.tiers import name, names
+from tests.waiting import wait_until
 
 
 class Part:

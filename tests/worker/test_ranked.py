@@ -10,7 +10,8 @@ from disagg.rank_messages import RankCopies, RankFetch, RankPut
 from disagg.store.cold_tier import ColdTier
 from disagg.worker.ranked import RankedCopier, RankedFetches, RankedStoreThread
 from tests.store.fake_store import FakeStore
-from tests.store.tiers import NBYTES, block, name, names, offer, one_second_a_block, wait_until
+from tests.store.tiers import NBYTES, block, name, names, offer, one_second_a_block
+from tests.waiting import wait_until
 from tests.worker.fake_ranks import FakeRank, tasks_of
 
 

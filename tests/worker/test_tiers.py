@@ -444,24 +444,6 @@ def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
     assert answer(sequence)
 
 
-def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
-    rig = StoreRig().warm()
-    moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
-    rig.kv_import.admit(moved, None, rig.now)
-    rig.run()
-    assert moved.num_cached_prompt_tokens == 6
-
-
-def test_blocks_of_another_name_never_come() -> None:
-    rig = StoreRig().warm()
-    other = (99, *PROMPT[1:])
-    sequence = rig.admit(other)
-    assert rig.kv_import.num_arriving == 1
-    rig.run()
-    assert rig.tier.stats.num_misses == 8 and rig.tier.stats.num_hits == 0
-    assert answer(sequence, other)
-
-
 def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
     ranks = [FakeRank(), FakeRank()]
     rig = StoreRig(others=ranks).warm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -18,7 +18,7 @@ from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.deltas import open_stream
-from tests.engine.fake_runner import draft_of, expected_tokens
+from tests.engine.fake_runner import expected_tokens
 from tests.links.fakes import RecordingObserver, linked, until
 from tests.worker.members import Member, World
 from tests.worker.plays import Play, Trip, request_of
@@ -174,34 +174,6 @@ async def test_a_prefix_source_answers_before_it_computes_on() -> None:
         await other
 
 
-@pytest.mark.parametrize("num_wrong", [0, 2])
-async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: int) -> None:
-    async with rig("prefill", "decode") as r:
-        draft = draft_of(PROMPT, 4, num_wrong)
-        request = msgspec.structs.replace(make_request(max_tokens=9), draft_token_ids=draft)
-        *_, first = await r.all("prefill", request, hand_over=True)
-        assert list(first.token_ids) == answer_to(request)[:5] and first.ticket is not None
-        assert first.ticket.num_tokens == len(PROMPT) + 4, "all but the last token have KV"
-        moved = append_tokens(request, list(first.token_ids), BLOCK_SIZE)
-        assert not moved.draft_token_ids
-        deltas = await r.all("decode", moved, ticket=first.ticket)
-        assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
-        assert r.runners["decode"].num_computed == 4, "nothing was computed again"
-        await r.until_empty("prefill")
-        await r.until_empty("decode")
-
-
-async def _while_decoding(r: Rig) -> None:
-    runner, messages = r.runners["decode"], r.workers["decode"]._thread._messages
-    runner.num_runs_left = 4
-    stream = open_stream(r.links["decode"], make_request(max_tokens=100))
-    async with aclosing(stream):
-        await anext(stream)
-        await until(lambda: not runner.gate.is_set())
-    await until(messages.qsize)
-    runner.gate.set()
-
-
 async def _while_queued(r: Rig) -> None:
     messages, runner = r.workers["decode"]._thread._messages, r.runners["decode"]
     runner.gate.clear()
@@ -228,40 +200,9 @@ async def _while_pulling(r: Rig) -> None:
     r.transports["decode"].hangs = False
 
 
-async def _while_waiting_for_blocks(r: Rig) -> None:
-    """Another arrival has them, and its pull takes long."""
-    r.transports["decode"].hangs = True
-    kv_import = r.workers["decode"]._core._kv_import
-    tasks = []
-    for start in (30, 31):
-        moved, first = await prefilled(r, make_request(prompt=tuple(range(start, 200))))
-        tasks.append(asyncio.create_task(r.all("decode", moved, ticket=first.ticket)))
-        await until(lambda: kv_import.num_arriving == len(tasks))
-    assert len(r.transports["decode"]._pulls) == 1
-    while tasks:
-        tasks.pop().cancel()
-        await until(lambda: kv_import.num_arriving == len(tasks))
-    r.transports["decode"].hangs = False
-
-
-async def _in_the_middle_of_a_prompt(r: Rig) -> None:
-    r.runners["prefill"].gate.clear()
-    task = asyncio.create_task(r.all("prefill", make_request(), hand_over=True))
-    await until(lambda: r.runners["prefill"].is_waiting)
-    task.cancel()
-    await asyncio.wait([task])
-    r.runners["prefill"].gate.set()
-
-
 @pytest.mark.parametrize(
     "phase",
-    [
-        _in_the_middle_of_a_prompt,
-        _while_queued,
-        _while_waiting_for_blocks,
-        _while_pulling,
-        _while_decoding,
-    ],
+    [_while_queued, _while_pulling],
     ids=lambda phase: phase.__name__.strip("_"),
 )
 async def test_a_cancelled_request_gives_everything_back(
@@ -272,25 +213,6 @@ async def test_a_cancelled_request_gives_everything_back(
         await r.until_empty("decode")
         await r.until_empty("prefill")
         assert tokens(await r.all("decode", make_request())) == answer_to(make_request())
-
-
-async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
-    async with rig("decode") as r:
-        gate = r.runners["decode"].gate
-        record = r.workers["decode"].record
-        async with linked(record, RecordingObserver(), KEY.encode()) as other:
-            await until(lambda: other.is_up)
-            gate.clear()
-            stream = open_stream(other, make_request(max_tokens=200))
-            lost = asyncio.create_task(_read(stream))
-            kept = asyncio.create_task(r.all("decode", make_request(max_tokens=100)))
-            await until(lambda: r.runners["decode"].is_waiting)
-            other.close()
-            with pytest.raises(WorkerLost):
-                await lost
-        gate.set()
-        assert tokens(await kept) == answer_to(make_request(max_tokens=100))
-        await r.until_empty("decode")
 
 
 async def test_other_ingresses_hear_of_a_request_before_its_first_step_has_ended() -> None:
@@ -305,10 +227,6 @@ async def test_other_ingresses_hear_of_a_request_before_its_first_step_has_ended
             assert r.observer.statuses["decode"].num_uncomputed_tokens == 0, "it counts its own"
             r.runners["decode"].gate.set()
             assert tokens(await asked) == answer_to(make_request())
-
-
-async def _read(stream: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
-    return [delta async for delta in stream]
 
 
 async def test_a_new_link_hears_what_the_cache_holds() -> None:

@@ -338,32 +338,6 @@ def test_a_prompt_that_was_answered_in_part_is_scored_no_more(checkpoint: Made) 
     assert moved.take_prompt_logprobs() is None
 
 
-def test_kv_of_a_block_can_be_copied_to_another_engine(checkpoint: Made) -> None:
-    """Disaggregation in small: prefill here, copy the bytes, decode there."""
-    model, directory = checkpoint
-    source, source_kv = build_engine(config(), describe_model(directory))
-    target, target_kv = build_engine(config(num_gpu_blocks_override=30), describe_model(directory))
-    assert source_kv.layout == target_kv.layout
-    prompt = prompts()[2]
-    leaving = new_sequence("r", prompt, temperature=0.0)
-    leaving.hand_over = True
-    source.submit(leaving)
-    while not leaving.num_output_tokens:
-        source.step()
-    arriving = new_sequence("r", prompt, tuple(leaving.tokens[len(prompt) :]), temperature=0.0)
-    assert target.reserve(2) is not None, "so that block ids differ on the two sides"
-    block_ids = target.reserve(len(leaving.block_ids))
-    assert block_ids is not None and block_ids != leaving.block_ids
-    for theirs, ours in zip(leaving.block_ids, block_ids, strict=True):
-        target_kv.write_block(ours, source_kv.read_block(theirs))
-    arriving.block_ids, arriving.num_computed = block_ids, len(prompt)
-    target.join(arriving)
-    while target.has_work:
-        target.step()
-        assert target.last_plan.num_new_tokens <= 1, "nothing is computed again"
-    assert arriving.tokens[len(prompt) :] == reference(model, prompt)
-
-
 def test_a_step_that_reads_no_token_is_waited_for(
     checkpoint: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,17 +63,6 @@ def test_each_step_is_launched_before_the_one_before_it_is_read() -> None:
     ], "and none after the fourth: its length is known"
 
 
-def test_a_stop_token_wastes_one_row() -> None:
-    stop = expected_tokens(PROMPT, 12)[2]
-    engine, _, sequence = started(stop_ids=frozenset({stop}))
-    other = new_sequence((99, 98), BLOCK_SIZE, 9, stop_ids=NEVER)
-    engine.submit(other)
-    events = play(engine)
-    assert answer(sequence) == expected_tokens(PROMPT, 12, frozenset({stop}))
-    assert answer(other, 2) == expected_tokens((99, 98), 9)
-    assert [e.finish_reason for e in events if e.is_last] == ["stop", "length"]
-
-
 @pytest.mark.parametrize("end", ["stop", "abort"])
 def test_blocks_stay_until_the_step_that_writes_to_them_has_ended(end: str) -> None:
     first, second, stop = expected_tokens(PROMPT, 3)
