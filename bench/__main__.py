@@ -18,7 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BENCHES = (
+    "admission",
     "attention_cut",
+    "autoscale",
     "batch",
     "cold_start",
     "first_minute",
@@ -28,6 +30,7 @@ BENCHES = (
     "planner",
     "routing",
     "serving_path",
+    "sessions",
     "speculation",
 )
 PEERS = ("peers", "peers.serving", "peers.pair", "engines")  # install others' systems, some GB

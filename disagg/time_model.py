@@ -116,20 +116,21 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
     per_prompt_step_s: float = 0.0  # what a step with prompt tokens takes beside per_step_s
 
     def __post_init__(self) -> None:
-        if min(self.coefficients) < 0:
-            raise ValueError(f"A step time model needs coefficients >= 0, got {self.coefficients}")
+        found = self.coefficients
+        if not (min(found) >= 0.0 and sum(found) < math.inf):  # NaN is neither
+            raise ValueError(f"A step time model needs finite coefficients >= 0, got {found}")
 
     @classmethod
     def of(cls, coefficients: Iterable[float]) -> StepTimeModel:
         """The model with these coefficients, in the order of the fields.
 
         Raises:
-            ValueError: there are more or fewer, or one is negative.
+            ValueError: there are more or fewer, or one is negative or not finite.
         """
         found = tuple(coefficients)
         if len(found) != NUM_STEP_FEATURES:
             raise ValueError(
-                f"A step time model needs {NUM_STEP_FEATURES} coefficients >= 0, got {found}"
+                f"A step time model needs {NUM_STEP_FEATURES} finite coefficients >= 0, got {found}"
             )
         return cls(*found)
 

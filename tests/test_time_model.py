@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import median
 
@@ -268,8 +269,11 @@ def test_no_work_takes_no_time() -> None:
     assert GPU.decode_step_s(0, 0) == 0.0
 
 
-@pytest.mark.parametrize("coefficients", [(1.0,) * 5, (1.0, 1.0, -1e-9, 1.0, 1.0, 1.0)])
-def test_a_model_that_could_be_negative_is_refused(coefficients: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    "coefficients",
+    [(1.0,) * 5, *((1.0, 1.0, each, 1.0, 1.0, 1.0) for each in (-1e-9, math.nan, math.inf))],
+)
+def test_a_model_that_is_no_time_is_refused(coefficients: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="coefficients >= 0"):
         StepTimeModel.of(coefficients)
 

@@ -150,6 +150,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         truncate_prompt_tokens: number of last tokens to which prompts are cut; -1: as many as fit.
         timeout_s: time limit of the whole answer; None for the server's default.
         priority: lower numbers go first; None if not set.
+        hinted_priority: without one, the same as far as the tenant's limit allows.
         slo: SLOs from the body.
     """
 
@@ -180,5 +181,6 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False  # each event says how many tokens its choice has so far
     timeout_s: float | None = None
     priority: int | None = None
+    hinted_priority: int = 0
     slo: RequestSlo = RequestSlo()
     cache_salt: str = ""

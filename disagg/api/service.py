@@ -117,7 +117,7 @@ class Service:
         def understand() -> RequestSpec:
             request: Any = read_body(body, api.request)
             spec = api.understand(request, self.model(request.model))
-            return replace(spec, priority=priority_of(spec.priority, caller.min_priority))
+            return replace(spec, priority=priority_of(spec, caller.min_priority))
 
         spec = await off_loop(len(body), understand)
         traceparent = begin(spec)
@@ -250,16 +250,16 @@ def _images_of(spec: RequestSpec) -> Sequence[bytes | RemoteImage]:
     return prompt.images if isinstance(prompt, Conversation) else ()
 
 
-def priority_of(priority: int | None, min_priority: int) -> int:
-    """The priority of a request that asks for `priority`, and may ask for `min_priority`."""
-    if priority is None:
-        return max(0, min_priority)
-    if priority < min_priority:
+def priority_of(spec: RequestSpec, min_priority: int) -> int:
+    """The priority of a request that may ask for `min_priority`."""
+    if spec.priority is None:
+        return max(spec.hinted_priority, min_priority)
+    if spec.priority < min_priority:
         raise invalid_value(
             "priority",
-            f"{priority} is below {min_priority}, the lowest number that your API key allows.",
+            f"{spec.priority} is below {min_priority}, the lowest number that your API key allows.",
         )
-    return priority
+    return spec.priority
 
 
 def _too_late(next_step: str) -> DeadlineExceeded:

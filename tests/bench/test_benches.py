@@ -63,6 +63,19 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(min(row[name] for name in ours_and_transformers) > 0 for row in beside["rows"])
 
 
+def test_benches_of_simulated_fleets_end_with_their_figures() -> None:
+    names = ["admission", "sessions", "autoscale"]
+    results = rehearse("bench", *names, "--tiny")
+    assert list(results) == names
+    (admitted,) = results["admission"]["rows"]
+    assert admitted["bound %"] >= max(admitted[f"{rule} %"] for rule in ("ours", "admit all"))
+    assert admitted["of the best"] == results["admission"]["least_share"] > 0
+    (session,) = results["sessions"]["rows"]
+    assert session["hits %"] > 0 and session["TTFT p95 s"] >= session["TTFT p50 s"] > 0
+    (scaled,) = results["autoscale"]["rows"]
+    assert scaled["worker h"] > 0 and 0 < scaled["in time %"] <= 100
+
+
 def test_an_unknown_bench_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "nonsense"], capture_output=True, text=True, cwd=ROOT

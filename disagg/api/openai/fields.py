@@ -91,6 +91,24 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class AgentHints(msgspec.Struct):
+    """What an agent knows of its request, in the fields of NVIDIA Dynamo, where higher priorities
+    go first. A strict one counts before the other."""
+
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    strict_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    @property
+    def order(self) -> int:
+        """The same as a `priority` of ours, of which lower ones go first."""
+        hint = self.strict_priority or self.priority or 0
+        return -max(-MAX_PRIORITY, min(MAX_PRIORITY, hint))
+
+
+class NvExt(msgspec.Struct):
+    agent_hints: AgentHints | None = None
+
+
 # Fields that are refused, and why. Those that are not implemented would change the answer.
 REFUSED = {
     **dict.fromkeys(INTERNAL_FIELDS, "Leave it out: clients may not set it."),
@@ -142,6 +160,7 @@ class AnswerFields(RequestFields, kw_only=True):
     skip_special_tokens: bool | None = None
     slo_tpot_ms: Milliseconds | None = None
     structured_outputs: StructuredOutputs | None = None
+    nvext: NvExt | None = None
     metadata: Metadata | None = None
 
 

@@ -137,6 +137,7 @@ def _spec(
         )
     stop, options = request.stop or (), request.stream_options
     include_usage = bool(options and options.include_usage)
+    hints = request.nvext.agent_hints if request.nvext is not None else None
     return RequestSpec(
         model=model,
         prompts=prompts,
@@ -159,6 +160,7 @@ def _spec(
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         timeout_s=request.timeout,
         priority=request.priority,
+        hinted_priority=hints.order if hints is not None else 0,
         slo=in_body(request.slo_ttft_ms, request.slo_tpot_ms),
         cache_salt=request.cache_salt or "",
     )

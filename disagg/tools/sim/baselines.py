@@ -3,11 +3,12 @@
 Some use one criterion, as many routers do: round robin, random, least loaded, or longest cached
 prefix. Others are the policies of other systems, in our words after their papers and documentation
 and with their default weights: Dynamo's KV router, llm-d's scorers and its latency predictor,
-SGLang's cache-aware router, Ray Serve LLM's prefix-aware router, and Preble. Ray's and Serve's
-default is `two-choices`. They see here what our router sees, so none suffers from stale figures.
+SGLang's cache-aware router, Ray Serve LLM's prefix-aware router, Preble, and TaiChi. Ray's and
+Serve's default is `two-choices`. They see here what our router sees, so none suffers from stale
+figures.
 
 Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does both.
-None of them refuses requests.
+TaiChi alone lets decode workers compute prompts too. None of them refuses requests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
+from operator import attrgetter, itemgetter
 
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import FleetView
@@ -26,20 +28,28 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
 from disagg.router.worker_pools import Side, sample_workers
 from disagg.router.worker_view import WorkerView
+from disagg.time_model import CHUNK_TOKENS
 
 # The place of a worker in a side's lists, for a prompt of so many tokens.
 Pick = Callable[[Side, int, random.Random], int]
 NO_LIMIT = sys.maxsize
 
 
-def new_policy(name: str, slos_s: tuple[float, float] = (math.inf, math.inf)) -> ChooseRoute:
+def new_policy(
+    name: str,
+    slos_s: tuple[float, float] = (math.inf, math.inf),
+    chunks: tuple[int, int] = (CHUNK_TOKENS, CHUNK_TOKENS),
+) -> ChooseRoute:
     """A policy of `POLICIES`, with a state of its own. Raises `KeyError`.
 
     Args:
         slos_s: the SLOs of TTFT and TPOT, for the policy that reads them from requests.
+        chunks: tokens in a step of prefill and of decode workers, for the policy that sets them.
     """
-    if name in (OURS, FIXED_ROLES, NO_REFUSALS):
+    if name in (OURS, ADMIT_ALL, FIXED_ROLES, NO_REFUSALS):
         return choose_route
+    if name == TAICHI:
+        return _taichi(chunks)
     if name == ALL_WORKERS:
         return partial(choose_route, num_random=NO_LIMIT)
     if name == LATENCY:
@@ -67,11 +77,17 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
         if prefills is not None:
             goal = decodes.workers[pick_decode(decodes, num_tokens, rng)]
         prefill = source.worker_id if prefills is not None else None
-        num_cached = min(side.num_held[place], num_tokens - 1)
-        only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
-        return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
+        return _route(name, prefill, goal, side.num_held[place], num_tokens)
 
     return choose
+
+
+def _route(
+    name: str, prefill: str | None, goal: WorkerView, num_held: int, num_tokens: int
+) -> Route:
+    num_cached = min(num_held, num_tokens - 1)
+    only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
+    return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
 
 
 def _load(worker: WorkerView) -> tuple[int, int]:
@@ -202,7 +218,64 @@ def _decode_s(worker: WorkerView) -> float:
     return worker.num_decoding * worker.times.per_sequence_s
 
 
+def _taichi(chunks: tuple[int, int]) -> ChooseRoute:
+    """TaiChi (arXiv 2508.01989): all workers do both, in steps of at most `chunks` tokens, large
+    ones in the prefill pool and small ones in the decode pool. A prompt goes to the worker that
+    computes it soonest, which depends on its length, and its answer to the decode worker with the
+    fewest tokens, or, when none has blocks left for it, to the prefill worker with most. The paper
+    also moves running answers between workers; here they stay."""
+
+    def choose(
+        request: GenerateRequest,
+        fleet: FleetView,
+        index: PrefixIndex,
+        now: float,
+        rng: random.Random,
+        exclude: Collection[str] = (),
+        ttft_slo_s: float | None = math.inf,
+    ) -> Route:
+        check_deadline(request, now)
+        pools = fleet.pools.get(request.model)
+        prefills, decodes = sample_workers(request, pools, index, rng, exclude, NO_LIMIT)
+        num_tokens = len(request.token_ids)
+        sides = [(decodes, chunks[prefills is not None])]
+        if prefills is not None:
+            sides.append((prefills, chunks[0]))
+        _, source, num_held = min(
+            (
+                (_first_token_s(worker, num_tokens - num_held, chunk), worker, num_held)
+                for side, chunk in sides
+                for worker, num_held in zip(side.workers, side.num_held, strict=True)
+            ),
+            key=itemgetter(0),
+        )
+        goal = source
+        if prefills is not None:
+            block_size = source.record.block_size
+            roomy = [w for w in decodes.workers if w.num_free_blocks * block_size >= num_tokens]
+            if roomy:
+                goal = min(roomy, key=attrgetter("num_context_tokens"))
+            else:
+                goal = max(prefills.workers, key=attrgetter("num_free_blocks"))
+        prefill = None if goal is source else source.worker_id
+        return _route(TAICHI, prefill, goal, num_held, num_tokens)
+
+    return choose
+
+
+def _first_token_s(worker: WorkerView, num_new: int, chunk: int) -> float:
+    """Seconds until a prompt is computed behind those that are queued, in steps of `chunk` tokens,
+    of which each decoding sequence takes one."""
+    times = worker.times
+    num_all = worker.num_uncomputed_tokens + max(1, num_new)
+    num_steps = math.ceil(num_all / max(1, chunk - worker.num_decoding))
+    decode_s = times.decode_step_s(worker.num_decoding, worker.num_context_tokens)
+    step_s = max(decode_s, times.per_step_s) + times.per_prompt_step_s
+    return num_steps * step_s + times.prompts_s(num_all, 0, 1 + worker.num_waiting)
+
+
 OURS = "predicted-seconds"
+ADMIT_ALL = "admit-all"  # ours, of requests that come without a TTFT SLO
 FIXED_ROLES = "fixed-roles"  # ours, of requests that come without a TPOT SLO
 NO_REFUSALS = "no-refusals"  # the same, of requests that come without a TTFT SLO either
 ALL_WORKERS = "all-workers"  # ours, which looks at all workers of a large fleet too
@@ -218,6 +291,6 @@ _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "ray-prefix": lambda: (partial(_cache_aware, 0.1, math.inf), _less_loaded_of_two),
     "preble": lambda: (_exploit_or_explore, _exploit_or_explore),
 }
-LATENCY = "llm-d-latency"
-PUBLISHED = ("dynamo", "llm-d", LATENCY, "sglang", "ray-prefix", "two-choices", "preble")
-POLICIES = (OURS, FIXED_ROLES, NO_REFUSALS, ALL_WORKERS, *_PICKS, LATENCY)
+LATENCY, TAICHI = "llm-d-latency", "taichi"
+PUBLISHED = ("dynamo", "llm-d", LATENCY, "sglang", "ray-prefix", "two-choices", "preble", TAICHI)
+POLICIES = (OURS, ADMIT_ALL, FIXED_ROLES, NO_REFUSALS, ALL_WORKERS, *_PICKS, LATENCY, TAICHI)

@@ -139,14 +139,14 @@ def _step_times(text: str) -> StepTimeModel:
         num_needed = NUM_STEP_FEATURES - 1
         if not num_needed <= len(coefficients) <= NUM_STEP_FEATURES:
             raise ValueError
-        if min(others) <= 0.0 or per_prompt_step_s < 0.0:
+        if min(others) <= 0.0:
             raise ValueError
+        return StepTimeModel.of((*others, per_prompt_step_s))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be five numbers greater than 0, separated by commas, and may have a"
             " sixth one, which may be 0"
         ) from None
-    return StepTimeModel.of((*others, per_prompt_step_s))
 
 
 def _line(load: tuple[str, Load]) -> str:

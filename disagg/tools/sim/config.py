@@ -53,6 +53,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """largest number of sequences in one step"""
     max_num_batched_tokens: int = 1024
     """largest number of tokens in one step"""
+    decode_max_num_batched_tokens: int | None = None
+    """the same on decode workers (default: max_num_batched_tokens)"""
     times: StepTimeModel = H100_8B
     """coefficients of the step time, in seconds: per step, per prompt token, per pair of a prompt
     token and a token that it attends to, per decoding sequence, per token of its context, and per
@@ -106,6 +108,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("num_decode", 0),
             ("num_blocks", 1),
             ("decode_num_blocks", 1),
+            ("decode_max_num_batched_tokens", 1),
             ("max_num_seqs", 1),
             ("kv_nbytes", 1),
             ("latency_s", 0),
@@ -165,9 +168,10 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def worker(self, role: Role, number: int, max_model_len: int) -> WorkerSpec:
         """The specification of a pool's worker with this number."""
-        num_blocks, steps = self.num_blocks, self.steps
+        num_blocks, steps, chunk = self.num_blocks, self.steps, self.max_num_batched_tokens
         if role == "decode":
             num_blocks, steps = self.decode_num_blocks or num_blocks, self.decode_steps or steps
+            chunk = self.decode_max_num_batched_tokens or chunk
         times = self.times_of(role)
         return WorkerSpec(
             worker_id=f"{role}-{number}",
@@ -177,7 +181,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             block_size=self.block_size,
             block_nbytes=self.block_size * self.kv_nbytes,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=chunk,
             max_model_len=max_model_len,
             times=times,
             steps=steps or times,

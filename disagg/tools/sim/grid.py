@@ -4,8 +4,8 @@ A row is one load at one rate and TPOT SLO. Its columns are the splits of the sa
 prefill and decode workers, with the current policy, and the best of these splits with each other
 policy: `fixed`, where workers keep to their roles, with and without refusals; and `collocated`,
 where each worker prefills and decodes its own requests, and prompts do not consider the streams
-that decode there. Rows of unlike GPUs, 2 x H100 and 4 x L40S, have a column for each pool that has
-the faster GPUs.
+that decode there. TaiChi is played with several sizes of steps, of which the best counts. Rows of
+unlike GPUs, 2 x H100 and 4 x L40S, have a column for each pool that has the faster GPUs.
 
 Loads are made up (`loads.py`), or lengths and shared prefixes come from a window of a trace, and
 arrivals are a Poisson process, so that the load is steady. Saturation is the rate at which all
@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import NamedTuple
@@ -31,11 +29,11 @@ from rich.table import Table
 
 from disagg.errors import RequestError
 from disagg.host import usable_cores
-from disagg.tools.sim.baselines import FIXED_ROLES, NO_REFUSALS, OURS
+from disagg.tools.sim.baselines import FIXED_ROLES, NO_REFUSALS, OURS, PUBLISHED, TAICHI
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.loads import USUAL_LOAD, make_load
 from disagg.tools.sim.report import SimReport
-from disagg.tools.sim.simulation import simulate
+from disagg.tools.sim.simulation import simulate, simulate_all
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 NUM_WORKERS = 6
@@ -43,6 +41,7 @@ TPOT_SLOS_S = (0.01, 0.0125, 0.015, 0.02, 0.03, 0.05)
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
 UNLIKE_SPLITS = ((2, 4), (4, 2))  # 2 x H100 are the prefill workers, or the decode workers
 NUM_REQUESTS = 600  # requests of a window
+DECODE_CHUNKS = (64, 128, 256, 512)  # tokens in a step of TaiChi's decode workers
 TTFT_PER_PREFILL = 10.0  # the TTFT SLO as a multiple of the time of a mean prompt alone
 
 TITLE = (
@@ -78,6 +77,7 @@ class Cell(msgspec.Struct, frozen=True):
     """One simulation: a split of the workers under one load and one TPOT SLO.
 
     is_unlike: whether the pool of two workers has H100s and the pool of four has L40S.
+    decode_chunk: tokens in a step of decode workers; None: as in one of prefill workers.
     """
 
     split: tuple[int, int]
@@ -85,13 +85,14 @@ class Cell(msgspec.Struct, frozen=True):
     tpot_slo_s: float
     load: float  # as a fraction of saturation
     is_unlike: bool = False
+    decode_chunk: int | None = None
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     """The goodput of one load, rate and TPOT SLO: percent of the requests that met both SLOs.
 
     by_split: the goodput of each split.
-    others: the same with each other policy.
+    others: the same with each other policy; of TaiChi, of each split with each size of steps.
     refused_percent: of all requests, mean of the splits.
     long_refused_percent, long_work_percent: the share of the longest seventh of prompts in those
         that were refused, and in the work of all prompts.
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the load, or a window of the trace, on a few workers in every split, at several"
         " rates and TPOT SLOs, and print the percentage of requests that meet both SLOs; beside"
-        " those of each --policy",
+        " those of each --policy, or of all published ones with --compare",
     )
     slos_ms = [1e3 * each for each in TPOT_SLOS_S]
     group.add_argument(
@@ -181,22 +182,14 @@ def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceReques
     # Later turns of the usual load come long after the first ones, so its order alone is taken.
     load = "" if args.trace is not None or args.load == USUAL_LOAD else args.load
     window = Window(trace[: args.num_requests or NUM_REQUESTS], load)
-    if math.isinf(config.ttft_slo_s):
-        times = [config.times.prefill_s(each.num_prompt_tokens) for each in window.requests]
-        slo_s = TTFT_PER_PREFILL * sum(times) / len(times)
-        config = msgspec.structs.replace(config, ttft_slo_s=slo_s)
-    policies = tuple(dict.fromkeys((OURS, FIXED_ROLES, NO_REFUSALS, *(args.policy or ()))))
+    others = PUBLISHED if args.compare else args.policy or ()
+    policies = tuple(dict.fromkeys((OURS, FIXED_ROLES, NO_REFUSALS, *others)))
     axes = [each / 1e3 for each in args.grid_tpot_slo_ms], args.grid_load
     alike = list(cells(*axes, splits(num_workers), policies))
     unlike = list(cells(*axes, UNLIKE_SPLITS, is_unlike=True)) if num_workers == 6 else []
-    simulated = partial(play, config=config, window=window)
-    if args.processes > 1:
-        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            reports = pool.map(simulated, alike + unlike, chunksize=1)
-    else:
-        reports = list(map(simulated, alike + unlike))
-    rows = make_rows(config, window, alike, reports[: len(alike)])
-    unlike_rows = make_rows(config, window, unlike, reports[len(alike) :])
+    config = with_ttft_slo(config, window.requests)
+    rows = play_all(alike, config, window, args.processes)
+    unlike_rows = play_all(unlike, config, window, args.processes)
     names = [f"{num_prefill}+{num_decode}" for num_prefill, num_decode in splits(num_workers)]
     _print(f"{TITLE} TTFT SLO {config.ttft_slo_s:.2f} s.", names, rows)
     if unlike:
@@ -231,11 +224,33 @@ def cells(
     """All simulations of a grid, row by row, and policy by policy in a row."""
     for tpot_slo_s, load in product(tpot_slos_s, loads):
         for policy, split in product(policies, splits):
-            yield Cell(split, policy, tpot_slo_s, load, is_unlike)
+            chunks = DECODE_CHUNKS if policy == TAICHI and split[1] else (None,)
+            for chunk in chunks:
+                yield Cell(split, policy, tpot_slo_s, load, is_unlike, chunk)
+
+
+def with_ttft_slo(config: SimConfig, requests: Sequence[TraceRequest]) -> SimConfig:
+    """`config` with a TTFT SLO, if it has none: a multiple of a mean prompt's time."""
+    if math.isfinite(config.ttft_slo_s):
+        return config
+    times_s = [config.times.prefill_s(each.num_prompt_tokens) for each in requests]
+    return msgspec.structs.replace(config, ttft_slo_s=TTFT_PER_PREFILL * fmean(times_s))
+
+
+def play_all(
+    cells: Sequence[Cell], config: SimConfig, window: Window, num_processes: int
+) -> list[Row]:
+    """Simulate all cells of a grid, in their order."""
+    plays = [to_play(cell, config, window) for cell in cells]
+    return make_rows(config, window, cells, simulate_all(plays, num_processes))
 
 
 def play(cell: Cell, config: SimConfig, window: Window) -> SimReport:
-    """Simulate one cell.
+    return simulate(*to_play(cell, config, window))
+
+
+def to_play(cell: Cell, config: SimConfig, window: Window) -> tuple[SimConfig, list[TraceRequest]]:
+    """What to simulate for one cell.
 
     Args:
         config: everything but split, policy and load.
@@ -247,13 +262,14 @@ def play(cell: Cell, config: SimConfig, window: Window) -> SimReport:
         num_decode=num_decode,
         policy=cell.policy,
         tpot_slo_s=cell.tpot_slo_s,
+        decode_max_num_batched_tokens=cell.decode_chunk,
         fair_queue=True,
     )
     rate = requests_per_s(cell, config, window.requests)
     if cell.is_unlike:
         times = (H100_8B, L40S_8B) if num_prefill == 2 else (L40S_8B, H100_8B)
         config = msgspec.structs.replace(config, times=times[0], decode_times=times[1])
-    return simulate(config, window.at_rate(rate, config.seed))
+    return config, window.at_rate(rate, config.seed)
 
 
 def make_rows(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from disagg.messages import (
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.worker_view import Pool
 from disagg.tools.sim import virtual_time
-from disagg.tools.sim.baselines import ALL_WORKERS, NO_REFUSALS, OURS, new_policy
+from disagg.tools.sim.baselines import ADMIT_ALL, ALL_WORKERS, NO_REFUSALS, OURS, new_policy
 from disagg.tools.sim.config import MODEL, Fault, SimConfig
 from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.tools.sim.network import SimulatedNetwork
@@ -53,6 +54,16 @@ def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
         RequestError: a fault names a worker that does not exist.
     """
     return virtual_time.run(_Simulation.play(config, trace))
+
+
+def simulate_all(
+    plays: Sequence[tuple[SimConfig, Sequence[TraceRequest]]], num_processes: int
+) -> list[SimReport]:
+    """The reports of several simulations, in their order; so many run at once."""
+    if num_processes <= 1:
+        return [simulate(*play) for play in plays]
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        return pool.starmap(simulate, plays, chunksize=1)
 
 
 class _WatchedFleet(Fleet):
@@ -97,6 +108,8 @@ class _Ingress:
         interval_s: float | None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        chunk = config.max_num_batched_tokens
+        chunks = chunk, config.decode_max_num_batched_tokens or chunk
         self._workers = workers
         self.fleet = _WatchedFleet(tpot_slo_s, workers, ingress_id_of(number))
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
@@ -106,7 +119,7 @@ class _Ingress:
             self.fleet,
             now=loop.time,
             rng=random.Random(config.seed + number),
-            choose=new_policy(config.policy, (config.ttft_slo_s, config.tpot_slo_s)),
+            choose=new_policy(config.policy, (config.ttft_slo_s, config.tpot_slo_s), chunks),
             admission_queue=self.queue if config.fair_queue else None,
             wakes=(MODEL,),
         )
@@ -140,9 +153,9 @@ class _Simulation:
         self._config = config
         self._trace = trace
         self._loop = loop = virtual_time.running_loop()
-        has_ttft_slo = config.fair_queue and config.policy != NO_REFUSALS
+        has_ttft_slo = config.fair_queue and config.policy not in (ADMIT_ALL, NO_REFUSALS)
         ttft_slo_s = config.ttft_slo_s if has_ttft_slo else math.inf
-        uses_slo = config.policy in (OURS, ALL_WORKERS)
+        uses_slo = config.policy in (OURS, ADMIT_ALL, ALL_WORKERS)
         self._slo_s = (ttft_slo_s, config.tpot_slo_s if uses_slo else math.inf)
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
         self._workers: dict[str, SimulatedWorker] = {}

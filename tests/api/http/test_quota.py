@@ -131,6 +131,28 @@ async def test_priorities_are_bounded_by_what_a_key_may_ask_for() -> None:
     assert [each.priority for each in generate.requests] == [-5, 0, 7, 0, 3]
 
 
+async def test_hints_of_agents_are_followed_as_far_as_a_key_may_ask() -> None:
+    generate = FakeGenerate()
+    app = tenants_app({"alice": TenantConfig(min_priority=-5)}, generate)
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"agent_hints": {"priority": 3, "osl": 100, "speculative_prefill": True}}, -3),
+        ({"agent_hints": {"priority": 3, "strict_priority": 4}}, -4),
+        ({"agent_hints": {"priority": 9}}, -5),
+        ({"agent_hints": {"priority": -(2**31)}}, 1000),
+        ({"agent_hints": {}}, 0),
+        ({"annotations": []}, 0),
+    ]
+    async with openai_client(app, api_key=KEYS["alice"]) as client:
+        for nvext, _ in cases:
+            await ask(client, extra_body={"nvext": nvext})
+        hint = {"agent_hints": {"priority": 3}}
+        await ask(client, extra_body={"nvext": hint, "priority": 2})
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, extra_body={"nvext": {"agent_hints": {"priority": "high"}}})
+    assert caught.value.param == "nvext.agent_hints.priority"
+    assert [each.priority for each in generate.requests] == [*(n for _, n in cases), 2]
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.0, "0ms"), (0.02, "20ms"), (1.0, "1s"), (30.0, "30s"), (60.0, "1m0s"), (361.4, "6m1s")],

@@ -12,7 +12,7 @@ from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
-from disagg.tools.sim.baselines import LATENCY, OURS, POLICIES, new_policy
+from disagg.tools.sim.baselines import ADMIT_ALL, LATENCY, OURS, POLICIES, TAICHI, new_policy
 from tests.router.fakes import make_fleet, make_request, make_status
 
 OTHERS = [name for name in POLICIES if name != OURS]
@@ -29,12 +29,15 @@ def busy(fleet: Fleet, worker_id: str, num_uncomputed_tokens: int, num_running: 
 
 
 def test_ours_is_the_one_that_serves() -> None:
-    assert new_policy(OURS) is choose_route
+    assert new_policy(OURS) is new_policy(ADMIT_ALL) is choose_route
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_prefill_and_decode_go_to_their_pools(name: str) -> None:
-    for route in routes(name, make_fleet("p0", "p1", "d0", "d1"), make_request()):
+    fleet = make_fleet("p0", "p1", "d0", "d1")
+    busy(fleet, "d0", 10**6)  # as TaiChi lets idle decode workers compute prompts
+    busy(fleet, "d1", 10**6)
+    for route in routes(name, fleet, make_request()):
         assert (route.prefill or "")[0] == "p" and route.decode[0] == "d"
     for route in routes(name, make_fleet("p0", "p1"), make_request()):
         assert route.prefill is None and route.decode[0] == "p"
@@ -43,6 +46,7 @@ def test_prefill_and_decode_go_to_their_pools(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_whom_to_leave_out_is_left_out(name: str) -> None:
     fleet, rng = make_fleet("p0", "p1", "d0"), random.Random(0)
+    busy(fleet, "d0", 10**6)
     route = new_policy(name)(make_request(), fleet.view(), fleet.index, 0.0, rng, exclude={"p0"})
     assert route.prefill == "p1"
     with pytest.raises(Unavailable):
@@ -132,3 +136,19 @@ def test_the_least_headroom_before_both_slos_is_chosen() -> None:
         choose, rng = new_policy(LATENCY, (slo_s, 1.0)), random.Random(0)
         found = [choose(request, fleet.view(), fleet.index, 0.0, rng) for _ in range(200)]
         assert {route.decode for route in found} == chosen, "no headroom: by chance"
+
+
+def test_taichi_takes_the_worker_that_is_done_first_in_its_steps() -> None:
+    """A decode worker with small steps gets short prompts, and a prefill worker long ones."""
+    fleet, rng = make_fleet("p0", "d0", "d1"), random.Random(0)
+    busy(fleet, "p0", 2000)
+    busy(fleet, "d0", 0, num_running=1)
+    choose = new_policy(TAICHI, chunks=(1024, 64))
+
+    def route(num_tokens: int) -> tuple[str | None, str]:
+        found = choose(make_request(num_tokens), fleet.view(), fleet.index, 0.0, rng)
+        return found.prefill, found.decode
+
+    assert route(64) == (None, "d1")  # one step there, and three on p0
+    assert route(8_000) == ("p0", "d1")
+    assert route(17_000) == (None, "p0"), "no decode worker has blocks for it"

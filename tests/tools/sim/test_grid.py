@@ -7,7 +7,7 @@ import pytest
 
 from disagg.cli.main import main
 from disagg.tools.sim import grid
-from disagg.tools.sim.baselines import FIXED_ROLES, NO_REFUSALS, OURS
+from disagg.tools.sim.baselines import FIXED_ROLES, NO_REFUSALS, OURS, PUBLISHED, TAICHI
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.trace import TraceRequest
@@ -106,9 +106,10 @@ def test_a_made_up_load_is_played_by_other_policies_too(
 ) -> None:
     arguments = ["--num-requests", "12", "--processes", "1", "--grid-workers", "2"]
     load = ["--load", "batch", "--grid-tpot-slo-ms", "30", "--grid-load", "0.5"]
-    assert main(["sim", "--grid", *arguments, *load, "--policy", "dynamo"]) == 0
+    assert main(["sim", "--grid", *arguments, *load, "--compare"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     (row,) = [msgspec.convert(each, grid.Row) for each in json.loads(last)["rows"]]
-    assert [*row.others] == [FIXED_ROLES, NO_REFUSALS, "dynamo"]
-    assert any("dynamo" in line for line in lines)
+    assert [*row.others] == [FIXED_ROLES, NO_REFUSALS, *PUBLISHED]
+    assert len(row.others[TAICHI]) == len(grid.DECODE_CHUNKS) + 1  # of one split of the two
+    assert any("preble" in line for line in lines)
     assert json.loads(last)["splits"] == [[1, 1], [2, 0]] and json.loads(last)["unlike"] == []

@@ -92,6 +92,7 @@ def test_what_cannot_be_is_refused(
         ["--fault", "decode-0"],
         ["--step-times", "1,2"],
         ["--step-times", "1,2,3,4,x"],
+        ["--step-times", "1,2,3,4,nan"],
         ["--prefill", "4..1"],
     ],
 )
