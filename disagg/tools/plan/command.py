@@ -40,10 +40,12 @@ from disagg.cli.engine_arguments import add_setting, number
 from disagg.errors import StartupError
 from disagg.tools.plan.play import play, why_not_played
 from disagg.tools.plan.report import report, show
+from disagg.tools.sim.loads import LOADS, make_load
 from disagg.tools.sim.trace import read_trace
 from disagg.tools.terminal import console, print_json
 
 DEFAULTS = Wishes()
+NUM_SAMPLES = 2000  # requests of a made-up load whose lengths are planned for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan a fleet for the lengths and the rate of this trace (in the format of Mooncake or"
         " Azure); --requests-per-s overrides the rate",
     )
+    add(
+        "--load",
+        choices=LOADS,
+        help="plan a fleet for the lengths of this load of `disagg sim`, at the rate of"
+        " --requests-per-s, and simulate it with its own arrivals and shared prefixes",
+    )
     for flag, default, what in (
         ("--input-tokens", 1024, "a prompt"),
         ("--output-tokens", 256, "an answer"),
     ):
-        text = f"length of {what}, without --trace (default: {default})"
+        text = f"length of {what}, without --trace and --load (default: {default})"
         add(flag, type=number, default=default, metavar="TOKENS", help=text)
     add_setting(parser, Wishes, "tensor_parallel_size", metavar="GPUS")
     for name in ("enable_expert_parallel", "ttft", "tpot"):
@@ -131,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if advice is not None:
         why_not = None if args.play else why_not_played(load, slo, args.play is None)
         if why_not is None:
-            advice, played = play(advice, load, slo, link)
+            advice, played = play(advice, load, slo, link, args.load or "")
         else:
             notes.append(why_not)
         if args.write is not None:
@@ -185,9 +193,17 @@ def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
 
     Raises:
         RequestError: the trace cannot be read.
-        StartupError: the trace has no rate.
+        StartupError: the trace has no rate, or a load has none.
     """
     rate: float | None = args.requests_per_s
+    if args.load is not None:
+        if rate is None or args.trace is not None:
+            raise StartupError(
+                "--load needs --requests-per-s, and no --trace beside it.", param="load"
+            )
+        requests = make_load(args.load, rate, NUM_SAMPLES, seed=1)
+        lengths = [(each.num_prompt_tokens, each.num_output_tokens) for each in requests]
+        return Workload(rate, lengths), ["The plan assumes random arrivals and no prefix hits."]
     if args.trace is None:
         lengths = [(args.input_tokens, args.output_tokens)]
         return Workload(1.0 if rate is None else rate, lengths), []

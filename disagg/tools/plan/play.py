@@ -19,6 +19,7 @@ from disagg.capacity.workload import Slo, Workload
 from disagg.errors import StartupError
 from disagg.queueing import QUANTILE
 from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
@@ -41,17 +42,20 @@ class Played(msgspec.Struct, frozen=True):
 
 
 def play(
-    advice: Advice, load: Workload, slo: Slo, link_bytes_per_s: float
+    advice: Advice, load: Workload, slo: Slo, link_bytes_per_s: float, made_up: str = ""
 ) -> tuple[Advice, Played]:
     """Simulate both fleets; returns the revised advice and the results.
 
     If the advised fleet serves less than 95 % of the requests in time and the other fleet serves
     more, the revised advice is the other fleet.
 
+    Args:
+        made_up: the load of `tools/sim/loads.py` to simulate; "": random arrivals of `load`.
+
     Raises:
         StartupError: the load is too large to be simulated.
     """
-    requests = _requests(load, slo)
+    requests = _requests(load, slo, made_up)
     apart, together = (
         None if fleet is None else _play(fleet, slo, link_bytes_per_s, requests)
         for fleet in (advice.apart, advice.together)
@@ -98,8 +102,9 @@ def _num_requests(load: Workload, slo: Slo) -> int:
     return max(LEAST_REQUESTS, int(NUM_ANSWER_TIMES * answer_s * load.requests_per_s))
 
 
-def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
-    """Requests with the load's lengths and Poisson arrivals, for several answer durations."""
+def _requests(load: Workload, slo: Slo, made_up: str) -> list[TraceRequest]:
+    """Requests of the load for several answer durations; with its lengths and Poisson arrivals, if
+    it is not a made-up one."""
     number = _num_requests(load, slo)
     if number > MOST_REQUESTS:
         raise StartupError(
@@ -109,6 +114,8 @@ def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
             " --play.",
             param="play",
         )
+    if made_up:
+        return make_load(made_up, load.requests_per_s, number, seed=0)
     rng = random.Random(0)
     now = 0.0
     requests = []

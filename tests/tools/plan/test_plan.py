@@ -20,6 +20,7 @@ from disagg.time_model import StepTimeFit, StepTimeModel
 from disagg.tools.plan import play as plan_play
 from disagg.tools.plan.play import play
 from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
@@ -198,6 +199,26 @@ def test_a_trace_gives_lengths_and_rate(tmp_path: Path, capsys: pytest.CaptureFi
     assert (same["apart"], same["together"]) == (plan["apart"], plan["together"])
     more = report(capsys, "llama-3-8b", "--trace", str(azure), "--requests-per-s", "1000")
     assert more["apart"]["num_gpus"] > plan["apart"]["num_gpus"]
+
+
+def test_a_made_up_load_is_planned_by_its_lengths_and_played_as_it_arrives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played: list[list[TraceRequest]] = []
+
+    def few(config: SimConfig, requests: list[TraceRequest]) -> SimReport:
+        played.append(requests)
+        return simulate(config, requests[:20])
+
+    monkeypatch.setattr(plan_play, "simulate", few)
+    plan = report(capsys, "llama-3-8b", "--load", "completions", "--requests-per-s", "20", "--play")
+    expected = make_load("completions", 20.0, len(played[0]), seed=0)
+    assert plan["apart"]["played"] and played == [expected, expected]
+    lengths = [each.num_prompt_tokens for each in make_load("completions", 20.0, 2000, seed=1)]
+    assert plan["workers"][0]["prompt_tokens"] == round(sum(lengths) / 2000)
+    for others in ([], ["--requests-per-s", "20", "--trace", "trace.csv"]):
+        assert main(["plan", "llama-3-8b", "--load", "completions", *others]) == 2
+        assert "--load needs --requests-per-s" in capsys.readouterr().err
 
 
 def test_a_broken_trace_is_refused_with_its_line(
