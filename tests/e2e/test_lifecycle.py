@@ -165,8 +165,12 @@ def test_haproxy_outlives_its_manager(served: Command) -> None:
 
 def test_what_ends_everything_is_started_again(served: Command) -> None:
     """So does the death of one of the raylet's agents (`tests/app/test_watch.py`) or of the GCS
-    (`test_cascade.py`)."""
+    (`test_cascade.py`). HAProxy lives on, however late the command looks."""
+    manager = served.one("ray::HAProxyManager")
+    served.process.send_signal(signal.SIGSTOP)
     served.one("raylet").kill()
+    until(lambda: not runs(manager))
+    served.process.send_signal(signal.SIGCONT)
     statuses = set()
     # Somebody always listens. Who asks may be cut, or wait for the new workers.
     accepted = httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.ReadTimeout
