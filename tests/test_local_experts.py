@@ -23,6 +23,7 @@ import transformers
 from disagg import local
 from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
+from tests.grids import some
 from tests.models.checkpoints import config_class
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
 
@@ -36,6 +37,14 @@ SHAPE: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
     "initializer_range": 0.3,  # far from uniform, so that a wrong KV block changes the answer
+}
+DELTA_NETS = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rms_norm_eps": 1e-3,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": (
@@ -72,15 +81,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 32,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 20,
-            "rms_norm_eps": 1e-3,
+            **DELTA_NETS,
         },
     ),
+    "qwen3.5": ("Qwen3_5", DELTA_NETS),
 }
+EACH_RUN = ["deepseek-v3", "gemma3", "gpt-oss", "qwen3.5"]
 SHARED = "A preamble of several blocks that all of these prompts begin with. " * 3
 PROMPTS = [SHARED + end for end in ("The first.", "The second one!", "3", "And a fourth?")]
 NUM_TOKENS = 40
@@ -157,12 +163,12 @@ async def _completing(
 
 
 @pytest.mark.usefixtures("no_room_to_grow")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(EACH_RUN, MODELS))
 async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
     model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
     # 12 that all share and 5 each for two of the four; with windows, one sequence and little more.
-    num_blocks = {"deepseek-v3": 24, "qwen3-next": 40}.get(name, 32)
+    num_blocks = {"deepseek-v3": 24, "qwen3-next": 40, "qwen3.5": 40}.get(name, 32)
     engine = EngineConfig(
         dtype="float32",
         num_threads=1,

@@ -40,7 +40,7 @@ _RENAMED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 _LEFT_OUT = (*_OF_IMAGES, *(f"model.{each}" for each in _OF_IMAGES))
 
 
@@ -74,6 +74,8 @@ TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
         "Mistral3ForConditionalGeneration": TextPart(
             ("MistralForCausalLM", "Ministral3ForCausalLM"), "mistral3"
         ),
+        "Qwen3_5ForConditionalGeneration": TextPart(("Qwen3_5ForCausalLM",), "qwen3_5"),
+        "Qwen3_5MoeForConditionalGeneration": TextPart(("Qwen3_5MoeForCausalLM",), "qwen3_5_moe"),
     }
 )
 
@@ -180,7 +182,9 @@ class ModelDescription:
     def config(self) -> ModelConfig:
         """The numbers of its decoder."""
         stated = self._stated_config
-        return replace(stated, tie_word_embeddings=False) if self._has_own_head else stated
+        if self._has_own_head:
+            stated = replace(stated, tie_word_embeddings=False)
+        return replace(stated, stacks_experts=True) if self._stacks_experts else stated
 
     def within(self, max_model_len: int) -> ModelDescription:
         """The model for contexts of at most so many tokens.
@@ -233,6 +237,17 @@ class ModelDescription:
             embedding, head = map(self.tensors.get, ("model.embed_tokens.weight", _HEAD))
             if isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):
                 return not head.is_equal(embedding)
+        return False
+
+    @property
+    def _stacks_experts(self) -> bool:
+        """Whether experts are stacked, in a family that has checkpoints of both kinds."""
+        experts = FAMILIES[self._stated_config.family].experts
+        names = None if experts is None else experts.or_stacked
+        if names is None or not self._files.has_weights:
+            return False
+        with suppress(ModelError):
+            return any(name.endswith(names.gate) for name in self.tensors)
         return False
 
     @cached_property
@@ -522,6 +537,8 @@ def _text_config(raw: Json, place: object) -> Json | None:
         raise ModelError(f"{place} must have a text_config and model_type {part.model_type!r}")
     outer = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
     shared = {key: raw[key] for key in outer if key in raw}
+    if "tie_word_embeddings" in raw:  # the head belongs to the whole model
+        own = {**own, "tie_word_embeddings": raw["tie_word_embeddings"]}
     types = {FAMILIES[name].model_type: name for name in part.architectures}
     architecture = types.get(str(own.get("model_type")), part.architectures[0])
     return {**shared, **own, "architectures": [architecture]}

@@ -55,6 +55,17 @@ _SHARED_QWEN_EXPERTS = replace(
     shared_gate="mlp.shared_expert_gate",
     shared_size="shared_expert_intermediate_size",
 )
+_QWEN3_5_EXPERTS = replace(
+    _SHARED_QWEN_EXPERTS,
+    is_normalized=True,
+    has_dense_layers=False,
+    or_stacked=replace(
+        _SHARED_QWEN_EXPERTS,
+        gate="mlp.experts.gate_up_proj",
+        down="mlp.experts.down_proj",
+        stacked="gate first",
+    ),
+)
 _QWEN_MOE: Json = {
     **_EVERY,
     "max_position_embeddings": 32768,
@@ -63,6 +74,34 @@ _QWEN_MOE: Json = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
+}
+_QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    defaults={
+        **_QWEN_MOE,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "full_attention_interval": 4,
+    },
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    qk_norm="each head",
+    norms_less_one=True,
+    delta_nets="by key head",
+    gates_output=True,
+    experts=_SHARED_QWEN_EXPERTS,
+)
+_QWEN3_5: Json = {
+    **_EVERY,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
 }
 _DEEPSEEK: Json = {
     **{key: value for key, value in _EVERY.items() if key != "head_dim"},
@@ -235,24 +274,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm="each head",
             experts=_QWEN_EXPERTS,
         ),
-        "Qwen3NextForCausalLM": Family(
-            model_type="qwen3_next",
-            defaults={
-                **_QWEN_MOE,
-                "num_key_value_heads": 2,
-                "head_dim": 256,
-                "partial_rotary_factor": 0.25,
-                "num_experts_per_tok": 10,
-                "norm_topk_prob": True,
-                "full_attention_interval": 4,
-            },
-            qkv_bias="attention_bias",
-            output_bias="attention_bias",
-            qk_norm="each head",
-            norms_less_one=True,
-            has_delta_nets=True,
-            gates_output=True,
-            experts=_SHARED_QWEN_EXPERTS,
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": replace(
+            _QWEN3_NEXT,
+            model_type="qwen3_5_text",
+            defaults=_QWEN3_5,
+            delta_nets="by kind",
+            experts=None,
+        ),
+        "Qwen3_5MoeForCausalLM": replace(
+            _QWEN3_NEXT,
+            model_type="qwen3_5_moe_text",
+            defaults={**_QWEN3_5, "num_key_value_heads": 2, "num_experts_per_tok": 8},
+            delta_nets="by kind",
+            experts=_QWEN3_5_EXPERTS,
         ),
         "DeepseekV2ForCausalLM": Family(
             model_type="deepseek_v2",
@@ -477,9 +512,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 num_experts=("num_local_experts",),
                 intermediate_size="intermediate_size",
                 router="block_sparse_moe.router.layer",
-                gate="block_sparse_moe.input_linear",
+                gate="block_sparse_moe.input_linear.weight",
                 up="",
-                down="block_sparse_moe.output_linear",
+                down="block_sparse_moe.output_linear.weight",
                 is_normalized=True,
                 stacked="gate first",
             ),
@@ -595,8 +630,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": _IMAGES,
         "Qwen3VLForConditionalGeneration": _IMAGES,
         "Qwen3VLMoeForConditionalGeneration": _IMAGES,
-        "Qwen3_5ForConditionalGeneration": _STATES,
-        "Qwen3_5MoeForConditionalGeneration": _STATES,
         "NemotronHForCausalLM": _STATES,
         "FalconH1ForCausalLM": _STATES,
         "Phi4MMForCausalLM": f"{_IMAGES}, and longrope",

@@ -25,10 +25,11 @@ class ExpertNames:
         num_experts: keys for the number of experts, of which a file has one.
         intermediate_size: key for the inner size of one expert.
         router: the router's tensor, without the prefix of the layer.
-        gate, up, down: tensors of expert {}, without the prefix of the layer. If they are stacked,
-            one tensor has gate and up of all experts, and `up` is not used.
+        gate, up, down: matrices of expert {}, without the prefix of the layer. If they are stacked,
+            the tensors that have gate and up, and down, of all experts; `up` is not used.
         stacked: how one tensor has gate and up: their rows alternate, or those of gate come first;
             empty: each expert has its own tensors.
+        or_stacked: the names in checkpoints whose experts are stacked, if the family also has such.
         shared: names of the expert that all tokens go through and of its gate, with the key for its
             size.
         is_normalized: whether weights are always normalised; if not, `norm_topk_prob` says it.
@@ -57,6 +58,7 @@ class ExpertNames:
     has_dense_layers: bool = False
     has_bias: bool = False
     stacked: Literal["", "alternating", "gate first"] = ""
+    or_stacked: ExpertNames | None = None
     is_clamped: bool = False
     scoring: Literal["", "softmax", "sigmoid"] = ""
     score_bias: str = ""
@@ -100,8 +102,10 @@ class Family:
         norms_less_one: whether a checkpoint has the weights of norms minus one. They are then kept
             in float32, as transformers computes them.
         scaled_embedding: whether embeddings are multiplied by the square root of their size.
-        has_delta_nets: whether `layer_types`, or else `full_attention_interval`, names layers that
-            have a gated delta net instead of attention.
+        delta_nets: whether `layer_types`, or else `full_attention_interval`, names layers that have
+            a gated delta net instead of attention; if so, how a checkpoint has its projections: one
+            head of keys after the other, with all that belongs to it; or all queries first, then
+            all keys and all values, with a tensor for each kind of gates ("by kind").
         gates_output: whether the output of attention is multiplied by a sigmoid, whose inputs are
             further rows of the queries' matrix, those of a head behind its query.
         activations: names in config.json of the activation of its MLPs; all mean the same one.
@@ -128,7 +132,7 @@ class Family:
     norms: Norms = "before"
     norms_less_one: bool = False
     scaled_embedding: bool = False
-    has_delta_nets: bool = False
+    delta_nets: Literal["", "by key head", "by kind"] = ""
     gates_output: bool = False
     activations: tuple[str, ...] = ("silu",)
     fits_float16: bool = True

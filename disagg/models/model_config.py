@@ -96,6 +96,7 @@ class ModelConfig:
     fused: tuple[str, ...] = ()  # which of "qkv" and "gate_up" are one tensor of the checkpoint
     sinks: bool = False  # each query head has a logit that takes part in its softmax
     experts: ExpertsConfig | None = None
+    stacks_experts: bool = False  # the checkpoint has names as in `ExpertNames.or_stacked`
     dense_layers: frozenset[int] = frozenset()  # layers without experts, if the model has experts
     latent: LatentConfig | None = None  # latents are then the only KV head
     num_nextn_layers: int = 0  # layers after the others that predict further tokens; not used
@@ -259,7 +260,10 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         has_qk_norm = fields.flag("use_qk_norm")
     names = family.experts
     windows = _sliding_windows(fields, name, family)
-    delta_layers = _delta_layers(fields, len(windows)) if family.has_delta_nets else ()
+    delta_layers = _delta_layers(fields, len(windows)) if family.delta_nets else ()
+    dense, inner = frozenset[int](), "intermediate_size"
+    if names is not None and not (dense := dense_layers(fields, names)):
+        inner = fields.first_of(inner, names.intermediate_size)  # no layer has it
     return ModelConfig(
         family=name,
         num_layers=len(windows),
@@ -267,7 +271,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
+        intermediate_size=fields.size(inner),
         vocab_size=fields.size("vocab_size"),
         max_model_len=rope.max_model_len(max_position),
         dtype=_dtype(fields),
@@ -283,7 +287,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         fused=family.fused,
         sinks=family.sinks,
         experts=None if names is None else experts_config(fields, names),
-        dense_layers=frozenset() if names is None else dense_layers(fields, names),
+        dense_layers=dense,
         latent=latent,
         num_nextn_layers=_num_nextn_layers(fields),
         quantized=quantized_format(fields, stacked="" if names is None else names.stacked),
@@ -521,7 +525,7 @@ def _with_partial_factor(fields: Fields) -> Json:
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:
     """For each layer, the number of positions that a token sees, including itself; None: all."""
     num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
-    if family.has_delta_nets:
+    if family.delta_nets:
         return (None,) * num_layers
     is_stated = family.windows == "stated"
     kinds = fields.raw.get("layer_types")

@@ -100,10 +100,17 @@ def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields
         mlp = f"{prefix}.mlp"
         parts |= _mlp(config, mlp, config.intermediate_size, "inner", has_bias=config.mlp_bias)
     else:
-        names = FAMILIES[config.family].experts
-        assert names is not None
-        parts |= _experts(config, experts, names, prefix)
+        parts |= _experts(config, experts, expert_names(config), prefix)
     return _of_rank(parts, config, share)
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    """The names of the experts in its checkpoint."""
+    names = FAMILIES[config.family].experts
+    if names is not None and config.stacks_experts:
+        names = names.or_stacked
+    assert names is not None
+    return names
 
 
 def outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
@@ -340,14 +347,23 @@ def _delta_net(config: ModelConfig, prefix: str) -> Fields:
     heads, hidden = config.delta_heads, config.hidden_size
     assert heads is not None
     num_keys, per_key = heads.num_key_heads, heads.num_heads // heads.num_key_heads
-    values = heads.num_heads * heads.value_dim
-    key, value = heads.key_dim, per_key * heads.value_dim
-    qkvz = Part(f"{prefix}.in_proj_qkvz.weight", (2 * num_keys * (key + value), hidden))
-    gates = Part(f"{prefix}.in_proj_ba.weight", (2 * heads.num_heads, hidden))
-    channels = heads.num_channels
+    channels, values = heads.num_channels, heads.num_heads * heads.value_dim
+
+    def projection(name: str, num_rows: int) -> Part:
+        return Part(f"{prefix}.in_proj_{name}.weight", (num_rows, hidden))
+
+    if FAMILIES[config.family].delta_nets == "by kind":
+        qkvz = [projection("qkv", channels), projection("z", values)]
+        gates = [projection(name, heads.num_heads) for name in ("b", "a")]
+    else:
+        key, value = heads.key_dim, per_key * heads.value_dim
+        whole = projection("qkvz", channels + values)
+        qkvz = [*chain(*_blocks_of(whole, (key, key, value, value), num_keys))]
+        both = projection("ba", 2 * heads.num_heads)
+        gates = [*chain(*_blocks_of(both, (per_key, per_key), num_keys))]
     return {
-        "qkv": [*chain(*_blocks_of(qkvz, (key, key, value, value), num_keys))],
-        "delta_gates": [*chain(*_blocks_of(gates, (per_key, per_key), num_keys))],
+        "qkv": qkvz,
+        "delta_gates": gates,
         "taps": [
             Part(f"{prefix}.conv1d.weight", (channels, heads.taps), (channels, 1, heads.taps))
         ],
@@ -423,15 +439,16 @@ def _experts(
 
     def matrix(name: str, expert: int, shape: Shape, cut: int, rows: Range) -> Part:
         """Of one expert. rows: where it is in a tensor of all of them, if there is one."""
-        own, place = range(expert, expert + 1), f"{prefix}.{name.format(expert)}.weight"
+        own, place = range(expert, expert + 1), f"{prefix}.{name.format(expert)}"
         part = Part(place, shape, cut=_OF_EXPERTS._replace(dimension=cut), experts=own)
         if not names.stacked:
-            return part
+            return replace(part, name=f"{place}.weight")
         stored = count, shape[0] * (2 if name == names.gate else 1), shape[1]
         box = (expert, expert + 1), rows, (0, shape[1])
         return replace(part, stored=stored, box=box, cut=_OF_EXPERTS._replace(dimension=cut + 1))
 
-    halves = (names.gate, (0, inner)), (names.up or names.gate, (inner, 2 * inner))
+    up = names.gate if names.stacked else names.up
+    halves = (names.gate, (0, inner)), (up, (inner, 2 * inner))
     return parts | {
         "gate_up": [
             matrix(name, expert, (inner, hidden), 0, rows)

@@ -37,14 +37,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3-sliding": {},
     "qwen3-mixed-windows": {},  # which a compiled step computes in bfloat16
 }
-STATES: dict[str, dict[str, Any]] = {"qwen3-next": {}, "qwen3-next-odd": {}}
+STATES: dict[str, dict[str, Any]] = {
+    name: {} for name in ("qwen3-next", "qwen3-next-odd", "qwen3.5", "qwen3.5-odd", "qwen3.5-moe")
+}
 
 
 # Of these each run has some: windows beside full attention and alone, and a state.
 EACH_RUN = ["gemma3", "gpt-oss", "mistral-sliding", "qwen3-mixed-windows"]
+EACH_STATE = ["qwen3-next", "qwen3.5-odd"]
 
 
-@pytest.fixture(scope="module", params=some([*EACH_RUN, "qwen3-next"], [*VARIANTS, *STATES]))
+@pytest.fixture(scope="module", params=some([*EACH_RUN, *EACH_STATE], [*VARIANTS, *STATES]))
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:

@@ -59,6 +59,11 @@ _QWEN3_NEXT = {
         "partial_rotary_factor": 0.25,
     },
 }
+_QWEN3_5 = {
+    key: value
+    for key, value in _QWEN3_NEXT.items()
+    if key not in (*_EXPERTS, "shared_expert_intermediate_size")
+}
 _LATENT = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 20,
@@ -197,6 +202,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
         },
+    ),
+    "qwen3.5": ("Qwen3_5", _QWEN3_5),
+    "qwen3.5-odd": (
+        "Qwen3_5",
+        {
+            **_QWEN3_5,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 40},
     ),
     "deepseek-v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek-v2-groups": (

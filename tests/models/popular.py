@@ -31,6 +31,7 @@ from tests.models.popular_shapes import (
     other,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
 )
 
@@ -146,6 +147,11 @@ POPULAR: dict[str, Popular] = {
                num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
                shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
                mlp_only_layers=[], use_sliding_window=False), 79.67),
+    "Qwen/Qwen3.5-27B": Popular(
+        qwen3_5("", (64, 5120, 24, 4), intermediate_size=17408, linear_num_value_heads=48), 26.9),
+    "Qwen/Qwen3.5-35B-A3B": Popular(
+        qwen3_5("_moe", (40, 2048, 16, 2), num_experts=256, num_experts_per_tok=8,
+                moe_intermediate_size=512, shared_expert_intermediate_size=512), 34.66),
     "openai/gpt-oss-20b": Popular(gpt_oss(24, 32), 20.91),
     "openai/gpt-oss-120b": Popular(gpt_oss(36, 128), 116.83),
     "google/gemma-7b-it": Popular(

@@ -75,6 +75,38 @@ def qwen3_moe(*numbers: int, inner: int, **more: Any) -> dict[str, Any]:
     return dense("Qwen3MoeForCausalLM", "qwen3_moe", numbers, **plain)  # type: ignore[arg-type]
 
 
+def qwen3_5(kind: str, sizes: tuple[int, int, int, int], **more: Any) -> dict[str, Any]:
+    """Layers, hidden, heads, KV heads; kind: of the model_type."""
+    name = f"Qwen3_5{kind.title().replace('_', '')}ForConditionalGeneration"
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    text = {
+        "model_type": f"qwen3_5{kind}_text",
+        **dict(zip(keys, sizes, strict=True)),
+        "vocab_size": 248320,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+        **more,
+    }
+    vision = {"model_type": f"qwen3_5{kind}"}
+    whole = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "vision_config": vision}
+    return {**other(name, f"qwen3_5{kind}"), **whole, "text_config": text}
+
+
 DEEPSEEK_YARN = {
     "type": "yarn",
     "factor": 40,

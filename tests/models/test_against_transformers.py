@@ -73,6 +73,13 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         **_DELTA_HEADS,
     },
+    "Qwen3_5ForCausalLM": _DELTA_HEADS,
+    "Qwen3_5MoeForCausalLM": {
+        **_QWEN_EXPERTS,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 40,
+        **_DELTA_HEADS,
+    },
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "Glm4MoeForCausalLM": {
@@ -98,6 +105,7 @@ _GROUPED_PRODUCTS = [
     "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
     *_LATENT_FAMILIES,
 ]
 # What transformers refuses, and what only one thing can be meant by.
@@ -112,6 +120,8 @@ LENIENT: list[tuple[str, dict[str, Any]]] = [
             "Qwen2MoeForCausalLM",
             "Qwen3MoeForCausalLM",
             "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
             "Glm4MoeForCausalLM",
         )
         for key in ("num_key_value_heads", "head_dim")

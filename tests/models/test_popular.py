@@ -113,7 +113,7 @@ def families_table() -> str:
             ("sinks", family.sinks),
             ("latents", family.is_latent),
             ("gated", family.gates_output),
-            ("gated delta nets where config.json says", family.has_delta_nets),
+            ("gated delta nets where config.json says", family.delta_nets != ""),
         ]
         attention = ", ".join([attention, *(word for word, has in more if has)])
         mlp, experts = "dense", family.experts

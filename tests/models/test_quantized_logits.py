@@ -46,6 +46,8 @@ OF_FAMILIES = [
     ("qwen2-moe", "gptq 8 bits"),
     ("mixtral", "gptq uneven groups"),
     ("qwen3-next", "fp8 blocks"),
+    ("qwen3.5", "float rows"),
+    ("qwen3.5-moe", "fp8 blocks"),
     ("deepseek-v2-groups", "float rows"),
     ("deepseek-v3", "fp8 blocks"),
     ("glm4-moe", "float rows"),
