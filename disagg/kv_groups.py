@@ -10,7 +10,8 @@ windows, or one with the same window in all layers, is one group.
 A recurrent state is as many groups as it needs blocks. Their blocks in a row have the state after
 the last token that was computed of the row, if there is one, and otherwise are missing. The next
 token reads them, and writes the state after itself to its own row. So the state at the end of a
-full row is named like its KV, and a prefix can go on from it.
+full row is named like its KV, and a prefix can go on from it. Routers are told of each row with
+KV, and with a mark of each row with a state (`KVGroups.reported`).
 
 Pure arithmetic: knows no pool, no model and no device.
 """
@@ -24,12 +25,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from disagg.blocks import BlockHash
+from disagg.blocks import HASH_NBYTES, BlockHash
 
 Window: TypeAlias = int | None  # positions that a token sees, including itself; None: all
 
 STATE = 0  # in place of a window: a block of a recurrent state
 NO_BLOCK = -1
+STATE_MARK = b"s"  # behind a row's hash in KV events: the state at its end
 # Kernels read keys in tiles of so many positions, and mask those outside of a window. A block is
 # kept until no tile has a position of it, since even 0 * NaN of a masked value is NaN.
 TILE_TOKENS = 64
@@ -244,6 +246,28 @@ class KVGroups:
         if self.num_full == 1:
             return hashes
         return [block_name(each, group) for each in hashes for group in range(self.num_full)]
+
+    def reported(self, name: BlockHash) -> BlockHash | None:
+        """What KV events say of a block with this name: its row's hash for the first group, the
+        marked hash for the last one of a state, and nothing for others."""
+        if len(name) <= HASH_NBYTES:
+            return name
+        if self.num_states and name[HASH_NBYTES] == self.num_groups - 1:
+            return name[:HASH_NBYTES] + STATE_MARK
+        return None
+
+    def names_of(self, reported: BlockHash) -> Sequence[BlockHash]:
+        """The names of the blocks that a KV event stands for."""
+        if self.num_groups == 1:
+            return (reported,)
+        if len(reported) > HASH_NBYTES:
+            return self.state_names(reported[:HASH_NBYTES])
+        return [block_name(reported, group) for group in range(self.num_groups - self.num_states)]
+
+    def state_names(self, block_hash: BlockHash) -> Sequence[BlockHash]:
+        """The names of the blocks of the state at the end of a row."""
+        groups = range(self.num_groups - self.num_states, self.num_groups)
+        return [block_name(block_hash, group) for group in groups]
 
     def every_name(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """The names of the blocks of all groups, row by row."""

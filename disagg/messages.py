@@ -20,7 +20,7 @@ import msgspec
 from disagg.adapters import Adapter, AdapterEntry
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.errors import DisaggError, error_from_code
-from disagg.kv_groups import KVGroups, Window
+from disagg.kv_groups import STATE, KVGroups, Window
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.worker_status import HoldCounts as HoldCounts
 from disagg.worker_status import HostCounts as HostCounts
@@ -120,6 +120,11 @@ class SamplingParams(
 # Checked wherever one comes in: workers publish the names that they were told.
 BlockName: TypeAlias = Annotated[
     BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES)
+]
+
+
+ReportedName: TypeAlias = Annotated[
+    BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES + 1)
 ]
 
 
@@ -239,11 +244,12 @@ class AnswerEnded(Exception):
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """Blocks were cached on a worker, or evicted.
 
+    block_hashes: of rows, and marked ones of recurrent states (`KVGroups.reported`).
     tier: the engine's KV cache, or the host memory behind it.
     """
 
     kind: Literal["stored", "removed"]
-    block_hashes: tuple[BlockName, ...] = ()
+    block_hashes: tuple[ReportedName, ...] = ()
     tier: Literal["cache", "host"] = "cache"
 
 
@@ -270,6 +276,11 @@ class WorkerRecord(
     max_num_seqs: int = 0  # places in its batch; 0: not said
     max_num_batched_tokens: int = 0  # of one step; 0: not said
     kv_windows: tuple[Window, ...] = (None,)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether its model has recurrent states beside its KV."""
+        return STATE in self.kv_windows
 
     def kv_nbytes(self, num_tokens: int) -> int:
         """Bytes of the KV that a sequence of this length has on one rank."""
@@ -417,7 +428,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     """Findable blocks of a worker as of `sequence_number`; step frames bring the others."""
 
     sequence_number: int
-    block_hashes: tuple[BlockName, ...]
+    block_hashes: tuple[ReportedName, ...]
     status: WorkerStatus
 
 

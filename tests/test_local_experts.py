@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from disagg import local
-from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
 from tests.grids import some
 from tests.models.checkpoints import config_class
@@ -140,13 +140,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def _completing(
     config: ServeConfig, name: str
-) -> AsyncIterator[tuple[LocalCluster, Callable[[str], Awaitable[str]]]]:
-    """A cluster, and what answers a prompt there."""
+) -> AsyncIterator[tuple[LocalCluster, Callable[[str | list[int]], Awaitable[Any]]]]:
+    """A cluster, and what answers a prompt there: with the body of the reply."""
     async with local.running(config, tiny_parts()) as running:
         app = httpx.ASGITransport(running.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
 
-            async def complete(prompt: str) -> str:
+            async def complete(prompt: str | list[int]) -> Any:
                 answer = await client.post(
                     "/v1/completions",
                     json={
@@ -154,12 +154,25 @@ async def _completing(
                         "prompt": prompt,
                         "max_tokens": NUM_TOKENS,
                         "temperature": 0,
+                        "return_token_ids": True,
                     },
                 )
                 assert answer.status_code == 200, answer.text
-                return str(answer.json()["choices"][0]["text"])
+                return answer.json()
 
             yield running, complete
+
+
+def _engine(num_blocks: int) -> EngineConfig:
+    return EngineConfig(
+        dtype="float32",
+        block_size=16,
+        num_threads=1,
+        num_gpu_blocks_override=num_blocks,
+        max_model_len=288,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+    )
 
 
 @pytest.mark.usefixtures("no_room_to_grow")
@@ -167,19 +180,15 @@ async def _completing(
 async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
     model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
-    # 12 that all share and 5 each for two of the four; with windows, one sequence and little more.
-    num_blocks = {"deepseek-v3": 24, "qwen3-next": 40, "qwen3.5": 40}.get(name, 32)
-    engine = EngineConfig(
-        dtype="float32",
-        num_threads=1,
-        num_gpu_blocks_override=num_blocks,
-        max_model_len=288,
-        max_num_seqs=8,
-        max_num_batched_tokens=96,
-    )
-    tier = TierConfig(model=str(model), engine=engine)
+    # 12 that all share and 5 each for two of the four; with windows or states, a little more.
+    num_blocks = {"deepseek-v3": 24}.get(name, 32)
+    tier = TierConfig(model=str(model), engine=_engine(num_blocks), ttft_slo_s=None)
     config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
-    async with _completing(config, name) as (running, complete):
+    async with _completing(config, name) as (running, ask):
+
+        async def complete(prompt: str) -> str:
+            return str((await ask(prompt))["choices"][0]["text"])
+
         assert await complete(PROMPTS[0]) == expected[0]
         cores = [worker._core for worker in running.workers]
         for _ in range(MOST_ROUNDS):  # until two answers have met that do not fit together
@@ -188,3 +197,22 @@ async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
                 break
         assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
         assert sum(core.status().num_preempted for core in cores), "nothing was preempted"
+
+
+@pytest.mark.usefixtures("no_room_to_grow")
+async def test_each_turn_of_a_conversation_goes_on_from_the_last_answer(directory: Path) -> None:
+    """Where layers have recurrent states, and the router knows it."""
+    model, expected = _model_and_texts(directory, "qwen3.5")
+    tier = TierConfig(model=str(model), engine=_engine(200), prefill=PoolConfig(num_replicas=0))
+    config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    prompt, num_cached, num_whole = tokenizer.encode("A first question").ids, [], [0]
+    async with _completing(config, "qwen3.5") as (_, ask):
+        for _ in range(3):
+            body = await ask(prompt)
+            num_cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+            prompt += body["choices"][0]["token_ids"]
+            num_whole.append((len(prompt) - 1) // 16 * 16)
+            prompt += tokenizer.encode(" and one more").ids
+        assert (await ask(PROMPTS[0]))["choices"][0]["text"] == expected[0]
+    assert num_cached == num_whole[:3] and num_cached[2] > num_cached[1] > 16

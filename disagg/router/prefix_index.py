@@ -9,6 +9,9 @@ prompt it has is therefore found by bisection: long prompts take hardly longer t
 (Blocks that a worker evicts with their neighbours, `block_pool.EXTENT_TOKENS`, may be an exception;
 then it has less than it seems.)
 
+Of a model with recurrent states a worker can go on only where it has a state, too, of which it
+tells with marked names (`KVGroups.reported`). Such rows are few, and anywhere in a prompt.
+
 Bounded in blocks, those of lost workers included. When full, it forgets the oldest, and first of
 all those of a single worker. A lost worker's bit is ignored at once; it is cleared from a few
 shards at a time while other workers report, and used again only after that. No call takes long.
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from disagg.blocks import BlockHash
+from disagg.kv_groups import STATE_MARK
 from disagg.messages import KVEvent
 
 DEFAULT_NBYTES = 1 << 30
@@ -36,13 +40,21 @@ MAX_MASKS = 1 << 16  # different masks that blocks share; more are kept per bloc
 class PromptHolders:
     """Which workers have how much of one prompt. Valid until the index changes."""
 
-    def __init__(self, shards: Sequence[dict[BlockHash, int]], hashes: Sequence[BlockHash]) -> None:
+    def __init__(
+        self,
+        shards: Sequence[dict[BlockHash, int]],
+        hashes: Sequence[BlockHash],
+        has_states: bool,
+    ) -> None:
         self._shards = shards
         self._hashes = hashes
         self._masks: list[int | None] = [None] * len(hashes)  # None: not looked up yet
+        self._with_states = self._rows_with_states() if has_states else None
 
     def depths(self, workers: Iterable[int]) -> list[int]:
-        """The number of leading blocks that each worker has, by its bit."""
+        """The number of leading blocks after which each worker can go on, by its bit."""
+        if (rows := self._with_states) is not None:
+            return [next((depth for depth, mask in rows if mask & bit), 0) for bit in workers]
         look_up, masks, num_blocks = self._look_up, self._masks, len(self._hashes)
         depths = []
         for bit in workers:
@@ -68,14 +80,7 @@ class PromptHolders:
         """
         chosen, most_blocks = list[int](), len(self._hashes)
         while len(chosen) < most:
-            low, high, equal = 0, most_blocks, 0
-            while low < high:
-                middle = (low + high) // 2
-                mask = self._masks[middle]
-                if holders := (self._look_up(middle) if mask is None else mask) & among:
-                    low, equal = middle + 1, holders
-                else:
-                    high = middle
+            low, equal = self._deepest_of(among, most_blocks)
             if not equal:
                 break
             later = equal >> (start := int(turn * equal.bit_length())) << start
@@ -84,10 +89,35 @@ class PromptHolders:
             among, most_blocks = among ^ equal, low - 1  # the others have less
         return chosen
 
+    def _deepest_of(self, among: int, most_blocks: int) -> tuple[int, int]:
+        """The largest number of leading blocks that workers of a mask have, up to `most_blocks`,
+        and the mask of these workers."""
+        if (rows := self._with_states) is not None:
+            of_rows = ((depth, mask & among) for depth, mask in rows if depth <= most_blocks)
+            return next((each for each in of_rows if each[1]), (0, 0))
+        low, high, equal = 0, most_blocks, 0
+        while low < high:
+            middle = (low + high) // 2
+            mask = self._masks[middle]
+            if holders := (self._look_up(middle) if mask is None else mask) & among:
+                low, equal = middle + 1, holders
+            else:
+                high = middle
+        return low, equal
+
     def _look_up(self, number: int) -> int:
-        block = self._hashes[number]
-        mask = self._masks[number] = self._shards[hash(block) % NUM_SHARDS].get(block, 0)
+        mask = self._masks[number] = self._mask_of(self._hashes[number])
         return mask
+
+    def _mask_of(self, name: BlockHash) -> int:
+        return self._shards[hash(name) % NUM_SHARDS].get(name, 0)
+
+    def _rows_with_states(self) -> list[tuple[int, int]]:
+        """The rows after which workers can go on: how many there are up to each, and the mask; the
+        deepest first."""
+        masks = (self._mask_of(each + STATE_MARK) & self._mask_of(each) for each in self._hashes)
+        found = [(number, mask) for number, mask in enumerate(masks, 1) if mask]
+        return found[::-1]
 
 
 class PrefixIndex:
@@ -123,8 +153,9 @@ class PrefixIndex:
         """The bit of a worker until its next snapshot; 0: it is not known."""
         return self._bits.get(worker_id, 0)
 
-    def find(self, block_hashes: Sequence[BlockHash]) -> PromptHolders:
-        return PromptHolders(self._shards, block_hashes)
+    def find(self, block_hashes: Sequence[BlockHash], *, has_states: bool = False) -> PromptHolders:
+        """Look a prompt up. has_states: whether its model has recurrent states."""
+        return PromptHolders(self._shards, block_hashes, has_states)
 
     def snapshot(self, worker_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """The worker has exactly these blocks cached."""

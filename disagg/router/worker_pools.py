@@ -93,11 +93,13 @@ class ModelPools:
 
     Attributes:
         prefill, decode: by role, or the same pool twice if every worker may do both.
+        has_states: whether the model has recurrent states, as the last worker said.
     """
 
     def __init__(self, is_shared: bool) -> None:
         self.prefill = WorkerPool()
         self.decode = self.prefill if is_shared else WorkerPool()
+        self.has_states = False
 
     @property
     def num_workers(self) -> int:
@@ -111,6 +113,7 @@ class ModelPools:
             index: gives places to workers that were not in a pool.
         """
         if view.accepting:
+            self.has_states = view.record.has_states
             (self.decode if view.record.role == "decode" else self.prefill).put(view, index)
         else:
             self.drop(view.worker_id)
@@ -189,7 +192,8 @@ def sample_workers(
     Raises:
         Unavailable: no worker of the request's model takes requests.
     """
-    found = index.find(() if request.scores_prompt else request.block_hashes)
+    hashes = () if request.scores_prompt else request.block_hashes
+    found = index.find(hashes, has_states=pools is not None and pools.has_states)
 
     def choose(pool: WorkerPool) -> Side | None:
         workers = pool.workers

@@ -20,8 +20,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from disagg.blocks import HASH_NBYTES, BlockHash
-from disagg.kv_groups import WantedPrefix
+from disagg.blocks import BlockHash
+from disagg.kv_groups import KVGroups, WantedPrefix
 from disagg.messages import HostCounts, KVEvent
 from disagg.store.block_copier import BlockCopier
 from disagg.time_model import TransferTimeModel
@@ -31,6 +31,8 @@ HOST_ID = "host"  # its source id in a `TransferTimeModel`
 # Assumed before the first load. A tier that seems too slow would never be used and measured.
 FIRST_LATENCY_S = 1e-4
 FIRST_BYTES_PER_S = 1e10
+
+_WITHOUT_STATES = KVGroups((None,), 1)
 
 # Takes evicted slots with their hashes, and a function that reads slots (`ColdTier.offer`).
 Displace = Callable[[list[tuple[int, BlockHash]], Callable[[list[int]], list[bytes]]], object]
@@ -90,6 +92,7 @@ class HostTier:
         generations: generations of the cache's blocks, which `BlockPool` updates.
         displaced: called with evicted blocks before their slots are reused; it must read them at
             once or not at all.
+        reported: what KV events say of a block (`KVGroups.reported`).
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class HostTier:
         block_nbytes: int,
         generations: Sequence[int],
         displaced: Displace | None = None,
+        reported: Callable[[BlockHash], BlockHash | None] = _WITHOUT_STATES.reported,
     ) -> None:
+        self._reported = reported
         self._copier = copier
         self._num_slots = num_slots
         self._block_nbytes = block_nbytes
@@ -205,8 +210,8 @@ class HostTier:
         return loaded
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of all blocks of the first group here."""
-        return tuple(name for name in self._slot_of if len(name) <= HASH_NBYTES)
+        """What KV events have told of all blocks here."""
+        return tuple(each for each in map(self._reported, self._slot_of) if each is not None)
 
     def take_events(self) -> tuple[KVEvent, ...]:
         """KV events since the last call, in order: blocks cached and evicted."""
@@ -260,9 +265,10 @@ class HostTier:
         return [self._copier.read_slot(slot) for slot in slots]
 
     def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
-        if len(block_hash) > HASH_NBYTES:
-            return  # as in `BlockPool`
+        reported = self._reported(block_hash)
+        if reported is None:
+            return
         if self._events and self._events[-1][0] == kind:
-            self._events[-1][1].append(block_hash)
+            self._events[-1][1].append(reported)
         else:
-            self._events.append((kind, [block_hash]))
+            self._events.append((kind, [reported]))

@@ -163,7 +163,12 @@ def build_parts(
             block_nbytes = memory.slab.block_nbytes * tier.engine.tensor_parallel_size
             displaced = partial(cold_tier.offer, in_host=True) if cold_tier is not None else None
             host_tier = HostTier(
-                copier, memory.num_slots, block_nbytes, stamps.generations, displaced
+                copier,
+                memory.num_slots,
+                block_nbytes,
+                stamps.generations,
+                displaced,
+                engine.pool.groups.reported,
             )
         parts = Parts(
             engine,

@@ -172,15 +172,14 @@ class KVOffload:
         """
         if self._host is None:
             return
-        stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
-        match, every_name = self._engine.pool.match, self._engine.pool.groups.every_name
-        self._host.save(
-            [(block_id, name) for name in every_name(stored) for block_id in match((name,))]
-        )
+        pool, groups = self._engine.pool, self._engine.pool.groups
+        stored = [each for event in events if event.kind == "stored" for each in event.block_hashes]
+        names = [name for each in stored for name in groups.names_of(each)]
+        self._host.save([(block_id, name) for name in names for block_id in pool.match((name,))])
         for event in ended:
             is_bad = isinstance(event.error, InvalidLogits)
-            names = every_name(event.sequence.block_hashes)
-            (self._host.forget if is_bad else self._host.touch)(names)
+            every = groups.every_name(event.sequence.block_hashes)
+            (self._host.forget if is_bad else self._host.touch)(every)
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Save blocks that are about to be overwritten. The engine calls it.

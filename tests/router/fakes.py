@@ -91,7 +91,10 @@ def make_request(num_tokens: int = 100, **changes: Any) -> GenerateRequest:
     return GenerateRequest(**(fields | changes))
 
 
-def held_by(index: PrefixIndex, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
+def held_by(
+    index: PrefixIndex, block_hashes: Sequence[BlockHash], *, has_states: bool = False
+) -> dict[str, int]:
     """The number of leading blocks that each worker has cached, if it has at least one."""
-    depths = index.find(block_hashes).depths(index._bits.values())
+    found = index.find(block_hashes, has_states=has_states)
+    depths = found.depths(index._bits.values())
     return {name: depth for name, depth in zip(index._bits, depths, strict=True) if depth}

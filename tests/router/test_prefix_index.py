@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.blocks import BlockHash
+from disagg.kv_groups import STATE_MARK
 from disagg.messages import KVEvent
 from disagg.router import prefix_index
 from disagg.router.prefix_index import BLOCK_NBYTES, PrefixIndex
@@ -104,6 +105,28 @@ def test_of_some_workers_it_names_those_that_hold_most_first(
     depths = sorted((held.get(name, 0) for name in among), reverse=True)
     assert [held[name] for name in chosen] == [depth for depth in depths if depth][:most]
     assert len(set(chosen)) == len(chosen) and among.issuperset(chosen)
+
+
+@given(
+    rows=st.dictionaries(st.sampled_from("abcd"), st.integers(0, 12), min_size=1),
+    states=st.dictionaries(st.sampled_from("abcd"), st.sets(st.integers(0, 11))),
+)
+def test_with_recurrent_states_a_worker_has_what_it_can_go_on_from(
+    rows: dict[str, int], states: dict[str, set[int]]
+) -> None:
+    """Rows without a state are not of use, nor is a state whose rows are gone."""
+    index, truth = PrefixIndex(), dict[str, int]()
+    for worker_id, num_rows in rows.items():
+        index.snapshot(worker_id, NAMES[:num_rows])
+        own = states.get(worker_id, set())
+        index.apply(worker_id, [KVEvent("stored", tuple(NAMES[row] + STATE_MARK for row in own))])
+        truth[worker_id] = max((row + 1 for row in own if row < num_rows), default=0)
+    held = {name: depth for name, depth in truth.items() if depth}
+    assert held_by(index, NAMES, has_states=True) == held
+    assert held_by(index, NAMES) == {name: number for name, number in rows.items() if number}
+    found, names = index.find(NAMES, has_states=True), {index.bit(name): name for name in rows}
+    chosen = [names[bit] for bit in found.deepest(sum(names), len(rows), 0.0)]
+    assert [truth[name] for name in chosen] == sorted(held.values(), reverse=True)
 
 
 def test_where_equal_workers_begin_is_drawn() -> None:

@@ -89,7 +89,12 @@ class Member:
             copier = SteppedCopier(world.fates, kv, play.host_blocks)
             offer = partial(self.tier.offer, in_host=True) if self.tier is not None else None
             self.host_tier = HostTier(
-                copier, play.host_blocks, kv.block_nbytes, stamps.generations, offer
+                copier,
+                play.host_blocks,
+                kv.block_nbytes,
+                stamps.generations,
+                offer,
+                self.engine.pool.groups.reported,
             )
         self.parts = Parts(
             self.engine,

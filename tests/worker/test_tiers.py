@@ -14,6 +14,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, InvalidLogits, Unavailable
+from disagg.kv_groups import STATE
 from disagg.rank_messages import RankFetch
 from disagg.store.cold_tier import Block, ColdTier
 from disagg.store.host_tier import HostTier
@@ -23,7 +24,7 @@ from disagg.worker.tiers import KVOffload, StoreLookup
 from tests.engine.device.test_sampler import new_sequence as sampled_sequence
 from tests.engine.device.test_sampler import params
 from tests.engine.fake_runner import expected_tokens
-from tests.engine.workload import new_engine, new_sequence
+from tests.engine.workload import new_engine, new_sequence, prompt
 from tests.store.fake_store import FakeStore
 from tests.store.test_host_tier import Tier, names
 from tests.worker.fake_ranks import FakeRank, tasks_of
@@ -512,3 +513,18 @@ def test_blocks_of_a_request_with_invalid_logits_are_forgotten() -> None:
     broken = TokenEvent(with_blocks(b"abc"), error=InvalidLogits("NaN"))
     offload.save((), [broken, TokenEvent(with_blocks(b"xy"), error=DeadlineExceeded("late"))])
     assert fixture.tier.match(names(b"abc")) == 0 and fixture.tier.match(names(b"xy")) == 2
+
+
+def test_a_recurrent_state_is_saved_also_if_its_row_was_cached_before() -> None:
+    engine, _ = new_engine(60, 4, windows=(None, STATE, STATE))
+    fixture = Tier(60, 60)
+    offload = KVOffload(engine, fixture.tier, None, lambda block_ids: [])
+    for length in (14, 9):  # the first has its last whole row after 12 tokens, and no state at 8
+        sequence = new_sequence(prompt(length), 4, 1, stop_ids=frozenset())
+        engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+            offload.save(engine.pool.take_events(), ())
+        fixture.tier.poll()
+        states = engine.pool.groups.state_names(sequence.block_hashes[1])
+        assert [each in fixture.tier for each in states] == [length == 9] * 2

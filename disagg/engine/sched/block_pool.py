@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Literal
 
-from disagg.blocks import HASH_NBYTES, BlockHash
+from disagg.blocks import BlockHash
 from disagg.engine.sched.free_runs import FreeRuns
 from disagg.kv_groups import KVGroups, Window
 from disagg.messages import KVEvent
@@ -63,6 +63,7 @@ class BlockPool:
         self._extent = max(1, EXTENT_TOKENS // block_size)  # blocks
         self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
         self._evicted: list[tuple[int, BlockHash]] = []
+        self._passing: set[BlockHash] = set()  # names of which nobody is told
 
     @property
     def num_free(self) -> int:
@@ -143,8 +144,12 @@ class BlockPool:
                     if is_spent:
                         self._idle.move_to_end(block_id, last=False)
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+    def publish(self, block_id: int, block_hash: BlockHash, *, is_passing: bool = False) -> None:
         """Cache a held, full block under its hash. If the hash is taken, the first block keeps it.
+
+        Args:
+            is_passing: the owner will soon `drop_passing` or `keep_passing`; until then sequences
+                find the block, but no KV event tells of it.
 
         Raises:
             ValueError: the block has no holder, or another hash.
@@ -153,12 +158,28 @@ class BlockPool:
             raise ValueError(f"block {block_id} was published without a holder")
         name = self._hash_of[block_id]
         if name == block_hash or (name is None and block_hash in self._block_of):
+            if not is_passing:
+                self.keep_passing((block_hash,))
             return
         if name is not None:
             raise ValueError(f"block {block_id} was published under a second name")
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id
-        self._record("stored", block_hash)
+        if is_passing:
+            self._passing.add(block_hash)
+        else:
+            self._record("stored", block_hash)
+
+    def keep_passing(self, names: Iterable[BlockHash]) -> None:
+        """Tell of blocks that were published as passing, as far as they are still cached."""
+        for name in names:
+            if name in self._passing:
+                self._passing.remove(name)
+                self._record("stored", name)
+
+    def drop_passing(self, names: Iterable[BlockHash]) -> None:
+        """Forget blocks that were published as passing, if nobody was told of them."""
+        self.forget([name for name in names if name in self._passing])
 
     def forget(self, names: Iterable[BlockHash]) -> None:
         """Forget these names, so that no other sequence finds the content of their blocks."""
@@ -189,8 +210,9 @@ class BlockPool:
         return evicted
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of all cached blocks of the first group."""
-        return tuple(name for name in self._block_of if len(name) <= HASH_NBYTES)
+        """What KV events have told of all cached blocks."""
+        told = (name for name in self._block_of if name not in self._passing)
+        return tuple(each for each in map(self.groups.reported, told) if each is not None)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Recount everything from `holders`, one list of blocks for each holder.
@@ -224,6 +246,7 @@ class BlockPool:
                 raise AssertionError(f"idle block {block_id} has no name")
             if name is not None and self._block_of.get(name) != block_id:
                 raise AssertionError(f"block {block_id} is not found under its name")
+        require(self._passing <= self._block_of.keys(), "a passing name without a block")
         num_named = sum(name is not None for name in self._hash_of)
         require(num_named == len(self._block_of), "names without a block")
 
@@ -249,13 +272,19 @@ class BlockPool:
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self._free.add(block_id)
-        self._evicted.append((block_id, block_hash))
+        if block_hash not in self._passing:
+            self._evicted.append((block_id, block_hash))
         self._record("removed", block_hash)
 
     def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
-        if len(block_hash) > HASH_NBYTES:
-            return  # of a further group: routers look for rows
+        """Add a KV event for a block's name, which is passing no longer."""
+        if block_hash in self._passing:
+            self._passing.remove(block_hash)
+            return
+        reported = self.groups.reported(block_hash)
+        if reported is None:
+            return
         if self._events and self._events[-1][0] == kind:
-            self._events[-1][1].append(block_hash)
+            self._events[-1][1].append(reported)
         else:
-            self._events.append((kind, [block_hash]))
+            self._events.append((kind, [reported]))

@@ -9,8 +9,8 @@ sees them (`kv_groups`). Their names stay until the blocks are needed: a prompt 
 beginning of another finds the windows at its end.
 
 Blocks of a recurrent state come to the row in which a step ends, and go when a later row has the
-state. They are named only where a chunk of a prompt ends with its row: a state is as large as the
-KV of hundreds or thousands of tokens, and one for each row would fill the cache.
+state. They are named only where a chunk of a prompt, or the answer's last whole row, ends: a state
+is as large as the KV of hundreds or thousands of tokens, and one for each row would fill the cache.
 """
 
 from __future__ import annotations
@@ -304,10 +304,8 @@ def publish(pool: BlockPool, sequence: Sequence) -> None:
             for group, block_id in enumerate(table[row * num_groups : end]):
                 if block_id != NO_BLOCK:
                     pool.publish(block_id, block_name(hashes[row], group))
-        if _is_state_saved(pool, sequence):
-            for index in groups.of_state(num_full - 1):
-                name = block_name(hashes[num_full - 1], index % num_groups)
-                pool.publish(table[index], name)
+        if groups.num_states and num_full > 0 and sequence.num_computed % block_size == 0:
+            _publish_state(pool, sequence, num_full - 1)
     if groups.num_partial:
         _leave_behind(pool, sequence)
     sequence.num_published = num_full
@@ -316,11 +314,25 @@ def publish(pool: BlockPool, sequence: Sequence) -> None:
         sequence.publish_at = sequence.num_computed + 1  # the state before is not needed then
 
 
-def _is_state_saved(pool: BlockPool, sequence: Sequence) -> bool:
-    """Whether the state is that at the end of a row of the prompt, and so may be found."""
-    num_computed = sequence.num_computed
-    is_whole = num_computed > 0 and num_computed % pool.block_size == 0
-    return pool.groups.num_states > 0 and is_whole and num_computed <= sequence.num_prompt_tokens
+def _publish_state(pool: BlockPool, sequence: Sequence, row: int) -> None:
+    """Cache the state at the end of a row: for good in the prompt, where others like it may fork,
+    and in the answer until the next row is full."""
+    groups, hashes = pool.groups, sequence.block_hashes
+    is_of_answer = (row + 1) * pool.block_size > sequence.num_prompt_tokens
+    if is_of_answer and row:
+        pool.drop_passing(groups.state_names(hashes[row - 1]))
+    names = groups.state_names(hashes[row])
+    for index, name in zip(groups.of_state(row), names, strict=True):
+        pool.publish(sequence.block_ids[index], name, is_passing=is_of_answer)
+
+
+def keep_last_state(pool: BlockPool, sequence: Sequence) -> None:
+    """Keep the state at the end of a whole answer's last full row, from which the next turn of its
+    conversation goes on."""
+    is_named = pool.enable_prefix_caching and sequence.num_published > 0
+    if pool.groups.num_states and is_named:
+        last = sequence.block_hashes[sequence.num_published - 1]
+        pool.keep_passing(pool.groups.state_names(last))
 
 
 def _leave_behind(pool: BlockPool, sequence: Sequence) -> None:

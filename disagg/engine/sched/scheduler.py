@@ -27,6 +27,7 @@ from disagg.engine.sched.block_tables import (
     give_back,
     grow,
     held_blocks,
+    keep_last_state,
     lacks_row,
     num_slots,
     publish,
@@ -371,6 +372,7 @@ class Scheduler:
             return TokenEvent(sequence, token_ids, logprobs)
         self._forget(sequence)
         if reason is not None:
+            keep_last_state(self.pool, sequence)
             self.release(disown(sequence))
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import kv_groups
+from disagg.blocks import HASH_NBYTES
 from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
 from disagg.errors import InvalidLogits, RequestError
 from disagg.kv_groups import NO_BLOCK, STATE, KVGroups, Window, block_name, group_layers
+from disagg.messages import Snapshot, StepFrame, WorkerStatus, decode_to_ingress, encode
+from disagg.router.prefix_index import PrefixIndex
 from tests.engine.fake_runner import FakeRunner, expected_tokens
 from tests.engine.workload import (
     STATES,
@@ -24,6 +27,7 @@ from tests.engine.workload import (
     workloads,
 )
 from tests.grids import examples
+from tests.router.fakes import held_by
 
 NO_STOP: frozenset[int] = frozenset()
 ANY_WINDOWS = st.sampled_from([*WINDOWS, *STATES])
@@ -196,6 +200,43 @@ def test_nobody_finds_what_a_sequence_without_logits_has_left_behind(
     every = [{*engine.pool.groups.every_name(each.block_hashes)} for each in (bad, other)]
     found = [{name for name in names if name in engine.pool} for names in every]
     assert not found[0] and found[1] and engine.pool.num_free == 200
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, STATE), (None, None, STATE, STATE)])
+def test_routers_know_what_the_engine_finds(windows: tuple[Window, ...]) -> None:
+    """Of conversations whose turns go on from the last answers, of forks, and of new prompts; also
+    from a snapshot. Of an answer's states, the last one is kept."""
+    engine, _ = new_engine(400, 4, windows=windows, max_num_batched_tokens=16)
+    reported, pool = PrefixIndex(), engine.pool
+    reported.snapshot("engine", ())
+    first = new_sequence(prompt(41), 4, 30, stop_ids=NO_STOP)
+    conversation, found = [first], list[int]()
+    for turn in range(4):
+        sequence = conversation[-1]
+        snapshot, frame = PrefixIndex(), Snapshot(1, pool.hashes(), WorkerStatus())
+        received = decode_to_ingress(encode(frame))
+        assert isinstance(received, Snapshot)
+        snapshot.snapshot("engine", received.block_hashes)
+        asked = sequence.block_hashes[: (len(sequence.tokens) - 1) // 4]
+        expected = [
+            held_by(index, asked, has_states=STATE in windows).get("engine", 0) * 4
+            for index in (reported, snapshot)
+        ]
+        engine.submit(sequence)
+        while engine.has_work:
+            engine.step()
+            engine.check(())
+        received = decode_to_ingress(encode(StepFrame(turn, (), pool.take_events())))
+        assert isinstance(received, StepFrame)
+        reported.apply("engine", received.kv_events)
+        assert expected == [sequence.num_cached_tokens] * 2
+        found.append(sequence.num_cached_tokens)
+        next_turn = [*prompt(30), 99, 98] if turn == 2 else [*sequence.tokens, *prompt(7, 30)]
+        conversation.append(new_sequence(tuple(next_turn), 4, 30, stop_ids=NO_STOP))
+    # All that was computed of whole rows, and the fork from the end of a chunk.
+    assert found == [0, 68, 104, 28 if STATE not in windows else 16]
+    states = {each for each in pool.hashes() if len(each) > HASH_NBYTES}
+    assert len(states) == (11 if STATE in windows else 0)
 
 
 def test_drafts_are_left_out_where_a_state_could_not_be_taken_back() -> None:
