@@ -86,6 +86,8 @@ class Fetch:
     after that.
 
     worth: called in the store's thread with `num_found`; if false, no blocks are loaded.
+    ends: after how many blocks a prefix is of use, ascending, with the name of what must be stored
+        beside them; empty: after any.
     is_cancelled: set by the submitting thread.
     num_found: leading blocks in the store, loaded or not.
     blocks: the blocks of `hashes[:len(blocks)]`.
@@ -95,6 +97,7 @@ class Fetch:
 
     hashes: tuple[BlockHash, ...]
     worth: Callable[[int], bool]
+    ends: Sequence[tuple[int, BlockHash]] = ()
     is_cancelled: bool = False
     done: bool = False
     num_found: int = 0
@@ -207,11 +210,18 @@ class StoreThread:
         try:
             if not fetch.is_cancelled:
                 fetch.num_found = self._store.contains_prefix(fetch.hashes)
+                if fetch.ends:
+                    fetch.num_found = self._last_end(fetch)
             if fetch.num_found and fetch.worth(fetch.num_found):
                 self._load(fetch)
         except Exception as error:  # a bug in a store must not end the worker
             fetch.error = _sentence(error)
         fetch.seconds = self._clock() - start_s
+
+    def _last_end(self, fetch: Fetch) -> int:
+        """The most of the blocks that were found after which the prefix is of use."""
+        reached = (each for each in reversed(fetch.ends) if each[0] <= fetch.num_found)
+        return next((num for num, name in reached if self._store.contains_prefix((name,))), 0)
 
     def _load(self, fetch: Fetch) -> None:
         for start in range(0, fetch.num_found, self._num_per_call):
@@ -341,7 +351,10 @@ class ColdTier:
         return self._times.transfer_s(STORE_ID, num_blocks * self._block_nbytes)
 
     def lookup(
-        self, hashes: Sequence[BlockHash], compute_s: Callable[[int], float] | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        compute_s: Callable[[int], float] | None = None,
+        ends: Sequence[tuple[int, BlockHash]] = (),
     ) -> Fetch:
         """Start to fetch the leading blocks of `hashes` that the store has.
 
@@ -349,6 +362,7 @@ class ColdTier:
             hashes: a run of a request's blocks, from the first one that is not cached here.
             compute_s: returns predicted seconds to compute the first n of them; called in another
                 thread. If computing is faster, the blocks are not loaded.
+            ends: as in `Fetch`.
         """
         self._take_done()
         # Another thread may not use the model itself, so it gets a straight line.
@@ -360,7 +374,7 @@ class ColdTier:
 
         room = self._num_fetchable - sum(len(fetch.hashes) for fetch in self._under_way)
         room -= sum(len(fetch.blocks) for fetch in self._ended)
-        fetch = Fetch(tuple(hashes[: max(0, room)]), worth)
+        fetch = Fetch(tuple(hashes[: max(0, room)]), worth, ends)
         self.stats.num_misses += len(hashes) - len(fetch.hashes)
         if self._closed or room <= 0:
             fetch.error = "the tier is closed" if self._closed else "too many fetches at a time"

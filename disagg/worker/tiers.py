@@ -125,7 +125,14 @@ class StoreLookup:
         may_take_s = turn_s(len(missing))
         if self._tier.predicted_s(len(missing)) >= may_take_s:
             return None
-        fetch = self._tier.lookup(missing, turn_s)
+        ends = []
+        if groups.num_states:  # a prefix is of use where a state was saved; its blocks come later
+            first_row = num_here // groups.num_full
+            ends = [
+                (number * groups.num_full, groups.state_names(each)[-1])
+                for number, each in enumerate(wanted.hashes[first_row:], 1)
+            ]
+        fetch = self._tier.lookup(missing, turn_s, ends)
         tier, write_block = self._tier, self._write_block
         return StoreSource(
             tier, write_block, self._fetches, wanted, names, num_here, fetch, may_take_s

@@ -14,7 +14,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, InvalidLogits, Unavailable
-from disagg.kv_groups import STATE
+from disagg.kv_groups import STATE, Window
 from disagg.rank_messages import RankFetch
 from disagg.store.cold_tier import Block, ColdTier
 from disagg.store.host_tier import HostTier
@@ -71,8 +71,10 @@ class Rig:
 
     offload: KVOffload
 
+    windows: tuple[Window, ...] = (None,)
+
     def __init__(self, num_blocks: int, token_s: float) -> None:
-        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE)
+        self.engine, self.kv = new_engine(num_blocks, BLOCK_SIZE, windows=self.windows)
         self.fates = Fates(b"\x01")  # when not calm, no copy ends and no store answers
         self.fates.calm = True
         self.now = 0.0
@@ -201,6 +203,10 @@ class StoreRig(Rig):
     def counts(self) -> Counts:
         stats, num_kept = self.tier.stats, self.store.nbytes // self.kv.block_nbytes
         return Counts(num_kept, stats.num_hits, stats.num_hits + stats.num_misses, 0)
+
+
+class StateRig(StoreRig):
+    windows = (None, STATE, STATE)
 
 
 def answer(sequence: Sequence, prompt: tuple[int, ...] = PROMPT) -> bool:
@@ -513,6 +519,24 @@ def test_blocks_of_a_request_with_invalid_logits_are_forgotten() -> None:
     broken = TokenEvent(with_blocks(b"abc"), error=InvalidLogits("NaN"))
     offload.save((), [broken, TokenEvent(with_blocks(b"xy"), error=DeadlineExceeded("late"))])
     assert fixture.tier.match(names(b"abc")) == 0 and fixture.tier.match(names(b"xy")) == 2
+
+
+@pytest.mark.parametrize("num_shared", [43, 30, 13])
+def test_of_recurrent_states_the_last_one_in_the_store_counts(num_shared: int) -> None:
+    """Rows of KV behind it are of no use, and are not loaded."""
+    rig = StateRig(60)
+    rig.engine.scheduler.step_budget.most = 16
+    first = rig.admit(prompt(40), max_tokens=5)  # states after 16, 32, 36, 40 and 44
+    rig.run()
+    rig.evict_all()
+    rig.engine.runner.num_computed = 0  # type: ignore[attr-defined]
+    tokens = (*first.tokens[:num_shared], 97, 96)
+    sequence = rig.admit(tokens)
+    rig.run()
+    num_found = max(each for each in (0, 16, 32, 36, 40, 44) if each <= num_shared)
+    assert sequence.num_cached_tokens == num_found
+    assert rig.counts().num_loaded == num_found // 4 + 2 * (num_found > 0)
+    assert sequence.tokens[len(tokens) :] == expected_tokens(tokens, 5, windows=rig.windows)
 
 
 def test_a_recurrent_state_is_saved_also_if_its_row_was_cached_before() -> None:
