@@ -24,6 +24,7 @@ BENCHES = (
     "batch",
     "cold_start",
     "first_minute",
+    "formats",
     "groups",
     "host_step",
     "lora",

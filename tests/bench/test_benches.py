@@ -39,6 +39,7 @@ def test_named_benches_run_one_after_another() -> None:
     names = [
         "attention_cut",
         "cold_start",
+        "formats",
         "host_step",
         "planner",
         "routing",
@@ -51,6 +52,9 @@ def test_named_benches_run_one_after_another() -> None:
     (start,) = results["cold_start"]["rows"]
     phases = [seconds for name, seconds in start.items() if name.endswith(" s")]
     assert min(phases) > 0 and max(phases) == start["decision to first token s"]
+    of = {tuple(row.values())[:3]: row for row in results["formats"]["rows"]}
+    losses = [of[name, "floats", "float32"]["KL"] for name in ("floats", "int8", "fp8", "nvfp4")]
+    assert losses == sorted(losses) and losses[0] == 0.0
     assert results["planner"]["held_out"] > results["planner"]["near"] > 0
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
