@@ -60,6 +60,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """number of first layers that draft with `early_exit`"""
     quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
     """quantise the weights of the draft model while they are loaded, as `quantization` of a tier"""
+    deferral: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """above 0: a speculative cascade. A token of the draft model stands if the model finds it less
+    likely than its likeliest one by at most this share, also where it would choose another; so
+    answers are no longer those of the model alone"""
 
     def __post_init__(self) -> None:
         needed = dict.fromkeys(("draft_model", "eagle3", "medusa"), "model")
@@ -71,10 +75,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ValueError(
                     f"speculative_config with the method {self.method} {needs} `{field}`"
                 )
-        if self.quantization is not None and self.method != "draft_model":
-            raise ValueError(
-                "speculative_config has a quantization only with the method draft_model"
-            )
+        for field in ("quantization", "deferral"):
+            if getattr(self, field) and self.method != "draft_model":
+                raise ValueError(
+                    f"speculative_config has a {field} only with the method draft_model"
+                )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

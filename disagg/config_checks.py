@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -89,6 +89,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
             cascade = msgspec.structs.replace(cascade, thresholds=general)
             config = msgspec.structs.replace(config, cascade=cascade)
         _check_cascade(cascade, names)
+        _check_no_deferral(config.tiers)
     return config
 
 
@@ -359,6 +360,18 @@ def _check_budget(config: ServeConfig) -> None:
             f" {num_least} workers.",
             param="max_num_workers",
         )
+
+
+def _check_no_deferral(tiers: Sequence[TierConfig]) -> None:
+    for tier in tiers:
+        drafts = tier.engine.speculative_config
+        if drafts is not None and drafts.deferral:
+            raise StartupError(
+                f"Tier {tier.name!r} of a cascade lets tokens of its draft model stand (deferral ="
+                f" {drafts.deferral:g}), but the cascade's thresholds are for models' own answers."
+                " Leave out the deferral, or the cascade.",
+                param="speculative_config",
+            )
 
 
 def _check_cascade(cascade: CascadeConfig, names: list[str]) -> None:

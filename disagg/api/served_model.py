@@ -48,6 +48,7 @@ class ServedModel:
         scored_ids: `pooling.scores` as token ids.
         images: how it takes images; None: it does not.
         remarks: sentences for whoever serves it, said at start.
+        deferral: whose tokens stand beside its own, said in its replies; "" if no others do.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ServedModel:
     reasoning_parser: str = ""
     full_name: str = ""
     remarks: tuple[str, ...] = ()
+    deferral: str = ""
     adapter: Adapter | None = None
     base: ServedModel | None = None
     pooling: ModelPooling = ModelPooling(why_not="it is not known")  # noqa: RUF009 - it is frozen

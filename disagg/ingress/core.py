@@ -390,8 +390,11 @@ def _served_model(tier: TierConfig, media_domains: tuple[str, ...]) -> ServedMod
     )
     if is_foreign:
         model = model.with_images(media_domains)
-    slo_s = (tier.ttft_goal_s, tier.tpot_goal_s)
-    return dataclasses.replace(model, slo_s=slo_s, full_name=tier.full_name)
+    slo_s, deferral = (tier.ttft_goal_s, tier.tpot_goal_s), ""
+    drafts = tier.engine.speculative_config
+    if drafts is not None and drafts.model is not None and drafts.deferral:
+        deferral = f"tokens of {Path(drafts.model).name} stand within {drafts.deferral:g}"
+    return dataclasses.replace(model, slo_s=slo_s, full_name=tier.full_name, deferral=deferral)
 
 
 def _differs(model: ServedModel, record: WorkerRecord) -> bool:

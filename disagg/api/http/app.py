@@ -522,8 +522,10 @@ _NOWHERE = HttpRoute("", _always(Reply(b"")), {})  # where a path leads that is 
 
 
 def _say_why(run: RunningJob, request: HttpRequest) -> None:
-    """Add a header with the decisions of the cascade so far."""
+    """Add a header with the decisions of the cascade so far, or that a deferral rule decides."""
     reasons = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
+    if run.model.deferral:
+        reasons[run.model.deferral] = None
     if reasons:
         text = "; ".join(reasons).encode("ascii", "replace")
         request.reply_headers.append((b"x-disagg-cascade", text))

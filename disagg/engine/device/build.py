@@ -15,6 +15,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.engine.device.adapters import AdapterMemory, DeviceAdapters
 from disagg.engine.device.check import Choices
+from disagg.engine.device.deferral import Deferral
 from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
@@ -121,6 +122,7 @@ def build_engine(
         max_num_seqs=memory.max_num_seqs,
         max_model_len=chosen.max_model_len,
         followers=followers,
+        deferral=_deferral(config),
     )
     progress(StartStep("warm_up"))
     _warm_up(runner, chosen, *sizes)
@@ -170,6 +172,11 @@ def _warm_up(runner: ModelRunner, chosen: Choices, num_seqs: int, num_tokens: in
     runner.warm_up_tiles(max_model_len)
     if not chosen.config.enforce_eager:
         runner.capture(num_seqs)
+
+
+def _deferral(config: EngineConfig) -> Deferral | None:
+    asked = config.speculative_config
+    return Deferral(asked.deferral) if asked is not None and asked.deferral else None
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:

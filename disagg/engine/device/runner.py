@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.deferral import Deferral
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import (
@@ -70,6 +71,7 @@ class ModelRunner(RankModel):
         max_num_seqs: int = 1,
         followers: Followers | None = None,
         max_model_len: int | None = None,
+        deferral: Deferral | None = None,
     ) -> None:
         super().__init__(decoder, kv_cache, max_num_seqs, max_model_len)
         self.followers = followers
@@ -81,6 +83,7 @@ class ModelRunner(RankModel):
             decoder.config.vocab_size,
             decoder.device,
             max_model_len=self.max_model_len,
+            deferral=deferral,
         )
 
     def run(self, plan: StepPlan) -> list[Sampled]:

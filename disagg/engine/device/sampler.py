@@ -1,9 +1,10 @@
 """Applies sampling parameters to logits and chooses the tokens.
 
 The order is vLLM's: grammar, `LogitEdits` (bias, allowed tokens, bad words), penalties,
-temperature, min-p, top-k, top-p. Reported log-probabilities are those of the model, before any of
-these. The arithmetic is in `kernels/`: `gpu/sampling.py` on a GPU, `cpu/sampling.py` (C++) or
-`torch/sampling.py` on a CPU. `SamplingState` keeps the parameters on the device.
+temperature, min-p, top-k, top-p; `Deferral` comes before the temperature. Reported
+log-probabilities are those of the model, before any of these. The arithmetic is in `kernels/`:
+`gpu/sampling.py` on a GPU, `cpu/sampling.py` (C++) or `torch/sampling.py` on a CPU. `SamplingState`
+keeps the parameters on the device.
 
 A token depends on its sequence's tokens and sampling parameters only. The noise of a candidate is a
 hash of (seed, position, token id), so the batch, the chunks and the worker do not change it, and a
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disagg.engine.device.deferral import Deferral
 from disagg.engine.device.sampling_state import RowSampling, SamplingState
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
@@ -49,6 +51,7 @@ class Sampler:
     Args:
         ops: the device's operations; by default those that `sampling_ops_for` chooses.
         max_model_len: longest sequence; None: not known.
+        deferral: whether tokens of drafts stand that would not be chosen; None: none does.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class Sampler:
         device: torch.device,
         ops: SamplingOps | None = None,
         max_model_len: int | None = None,
+        deferral: Deferral | None = None,
     ) -> None:
         self._ops = ops or sampling_ops_for(device)
+        self._deferral = deferral
         self._state = SamplingState(self._ops, slots, vocab_size, device, max_model_len)
 
     def enter(self, entered: SequenceOf[int]) -> None:
@@ -96,6 +101,8 @@ class Sampler:
         positions = positions + 1
         if step.is_adjusted:
             ops.adjust_(logits, state.tables, step.rows, positions)
+        if self._deferral is not None:
+            self._deferral.apply_(logits, sequences)
         chosen = Chosen(ops.choose(logits, state.tables, step.rows, positions), scores)
         state.remember(step, chosen.token_ids)
         return chosen
