@@ -38,6 +38,7 @@ def test_what_is_not_supported_is_refused_with_what_is(
 
 
 PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
+DEFERRING = {"model": "demo-small", "deferral": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
         (PAIR, {"leads": [-1]}, "leads"),
         (PAIR, {"prompt_judges": [{"bias": 0}] * 2}, "need 1 prompt_judges, .* 2 are given"),
         (PAIR, {"prompt_judges": [{"weights": []}]}, "missing required field `bias`"),
+        ([PAIR[0], {**PAIR[1], "engine": {"speculative_config": DEFERRING}}], {}, "own answers"),
     ],
 )
 def test_a_cascade_that_cannot_be(

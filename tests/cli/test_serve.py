@@ -219,6 +219,8 @@ def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
         ('{"method": "draft_model"}', "needs `model`"),
         ('{"method": "ngram", "model": "demo-small"}', "ngram has no `model`"),
         ('{"method": "ngram", "num_steps": 3}', "num_steps.* There are method, num_spec"),
+        ('{"method": "ngram", "deferral": 0.3}', "a deferral only with the method draft_model"),
+        ('{"model": "demo-small", "deferral": 1}', "deferral"),
         ("[]", "Expected `object"),
     ]:
         with pytest.raises(StartupError, match=reason):

@@ -183,6 +183,25 @@ def test_a_draft_model(how: str, is_ahead: bool, directory: Path, tmp_path: Path
     compare(draft_of(draft_at(how, directory, tmp_path)), directory, how, is_ahead)
 
 
+def test_a_speculative_cascade_lets_all_stand_that_is_not_much_less_likely(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Here all that is allowed is: only what a grammar, bad words or an early end forbid falls."""
+    drafts = replace(draft_of(draft_at("unlike", directory, tmp_path)), deferral=1 - 1e-9)
+    engine = build_engine(replace(CONFIG, speculative_config=drafts), describe_model(directory))[0]
+    asked = [
+        sequence(None, (9, i), seed=i, max_tokens=25, allowed_token_ids=TOKENS) for i in range(3)
+    ]
+    assert run(engine, *asked) == ["length"] * 3
+    assert engine.scheduler.num_accepted == engine.scheduler.num_drafted > 30
+    plain = build_engine(CONFIG, describe_model(directory))[0]
+    alone = [
+        sequence(None, (9, i), seed=i, max_tokens=25, allowed_token_ids=TOKENS) for i in range(3)
+    ]
+    run(plain, *alone)
+    assert [answer(each) for each in asked] != [answer(each) for each in alone]
+
+
 @pytest.mark.usefixtures("no_room_to_grow")
 def test_prompt_lookup(directory: Path) -> None:
     compare(NGRAM, directory, "alike")

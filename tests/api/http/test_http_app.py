@@ -38,6 +38,14 @@ KEYED = [
 ]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_reply_says_whose_tokens_stand(is_stream: bool) -> None:
+    model = replace(served_model(), deferral="tokens of small stand within 0.3")
+    async with http_client(make_app(None, model)) as client:
+        reply = await client.post(URL, json={**CHAT, "stream": is_stream})
+    assert reply.headers["x-disagg-cascade"] == "tokens of small stand within 0.3"
+
+
 async def test_keys_are_asked_for_everywhere_but_where_probes_look() -> None:
     app = make_app(config=HttpConfig(api_key="secret"))
     async with http_client(app) as client:
