@@ -22,6 +22,7 @@ BENCHES = (
     "attention_cut",
     "autoscale",
     "batch",
+    "cascade",
     "cold_start",
     "first_minute",
     "formats",

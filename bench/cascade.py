@@ -140,8 +140,8 @@ class Model:
         return work
 
 
-def auto(small: Work, large: Work, prompt: list[int], models: tuple[Model, Model]) -> Work:
-    """What the bundled cascade would have done."""
+def auto(small: Work, large: Work, prompt: list[int], model: Model) -> Work:
+    """What the bundled cascade would have done with these answers, of which `model` gave one."""
     config = msgspec.convert(bundled_cascade(), CascadeConfig)
     (judge,) = config.prompt_judges
     if is_poor(judge, dict(judge.weights), prompt):
@@ -150,9 +150,8 @@ def auto(small: Work, large: Work, prompt: list[int], models: tuple[Model, Model
     verdict = first_verdict(config, config.thresholds[0], small.scores, 0, True, lead)
     assert verdict is not None
     judged = Work()
-    times, parameters = models[0].times, models[0].served.num_parameters
-    judged.cost = parameters * (len(prompt) + verdict.num_tokens - 1)
-    decode_s = times.decode_step_s(1, len(prompt))
+    judged.cost = model.served.num_parameters * (len(prompt) + verdict.num_tokens - 1)
+    decode_s = model.times.decode_step_s(1, len(prompt))
     judged.took_s = small.ttft_s + (verdict.num_tokens - 1) * decode_s
     if verdict.is_sure:
         return Work(small.is_right, small.cost, 0, judged.took_s, small.took_s)
@@ -174,7 +173,7 @@ def main() -> None:
     questions = [*prompt_lines(asked.prompts, Question, "prompts", LABEL_HINT)]
     if asked.tiny:
         questions = questions[60::30]
-    models = small, large = Model(SMALL), Model(LARGE)
+    small, large = Model(SMALL), Model(LARGE)
     both = Model(LARGE, DRAFTS)
     both.times = large.times
     both.draft_with(small)
@@ -183,13 +182,13 @@ def main() -> None:
     assert template is not None
     for question in questions:
         prompt = tokenizer.encode_chat(template.render(question.conversation))
-        answers = [each.answer(prompt, question.label) for each in models]
-        named = {"small": answers[0], "large": answers[1]}
-        named["auto"] = auto(*answers, prompt, models)
+        alone = small.answer(prompt, question.label)
+        whole = large.answer(prompt, question.label)
+        named = {"small": alone, "large": whole, "auto": auto(alone, whole, prompt, small)}
         for share in asked.deferrals:
             both.defer(share)
             named[f"deferral {share:g}"] = both.answer(prompt, question.label)
-            assert share or named["deferral 0"].tokens == answers[1].tokens, question
+            assert share or named["deferral 0"].tokens == whole.tokens, question
         for name, work in named.items():
             ways.setdefault(name, []).append(work)
     rows = []

@@ -1,17 +1,19 @@
 """Measures what drafts gain: tokens per second of CPU time, with each kind of draft and without.
 
-    python -m bench.speculation [--model demo-large] [--sizes 1 8 32 256] [--rounds 2] [--tiny]
-        [--config '{"method": "draft_model", "model": "demo-small"}']
+    python -m bench.speculation [--tiny]
+        [--model demo-large --config '{"method": "draft_model", "model": "demo-small"}']
+        [--sizes 1 8 32 256] [--rounds 2]
 
-`--config` is a `--speculative-config` of a method that has a model or layers draft. All kinds run
-on one engine in turns, on one thread, with the same prompts and seeds, and give the same answers
-but for rounding.
+`--config` is a `--speculative-config` of a method that has a model or layers draft. Without it, the
+cases of `CASES` are measured. All kinds of a case run on one engine in turns, on one thread, with
+the same prompts and seeds, and give the same answers but for rounding.
 
 - tokens: the mean of a step and a sequence.
-- gain: tokens per second of CPU time of the engine's thread, over those without. Other processes
-  disturb it little, but by some percent.
+- gain: tokens per second of CPU time of the engine's thread, over those without in the same turn:
+  the median of the turns (the least and the largest). Other processes disturb it by some percent.
 - counted: the same, where steps are counted: each takes what the time model says of its rows. Only
   the CPU time of drafting itself is measured.
+- below: the cells whose counted gain is below 0.98.
 
 - copy: a text is repeated. code, prose: a text goes on. random: random tokens are continued with
   temperature 1, where no draft should pay.
@@ -24,17 +26,18 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from bench.report import finish, print_table, take_turns
+from bench.report import finish, print_table
 from disagg.blocks import hash_root
 from disagg.config import EngineConfig, SpeculativeConfig, model_path
 from disagg.engine.device.build import build_engine
@@ -51,8 +54,17 @@ from disagg.models.description import describe_model
 from disagg.time_model import StepFeatures, StepTimeFit
 from disagg.worker.first_steps import first_steps
 
-NUM_TOKENS = 64  # of an answer
+NUM_TOKENS, FEW_TOKENS = 64, 32  # of an answer; few where there are many
+MANY, FEW = 64, 8  # sequences; few have three times as many turns
+LEAST = 0.98  # of the speed without drafts
 WARM_UP = 2
+SIZES = (1, 8, 32, 256)
+TO_ITSELF = '{"method": "draft_model", "model": "smollm2", "quantization": "int4"}'
+CASES: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    ("demo-large", '{"method": "draft_model", "model": "demo-small"}', SIZES),
+    ("demo-large", '{"method": "early_exit", "exit_layer": 2}', (1,)),
+    ("smollm2", TO_ITSELF, (1,)),
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -90,15 +102,17 @@ TEXTS = {
 
 @dataclass
 class Work:
-    """What a kind of drafts has done in all turns.
+    """What a kind of drafts has done in a turn.
 
     Attributes:
         num_sequences: the sum of the sequences of all steps.
-        drafting_s: seconds of CPU time beside those of the model's steps.
+        cpu_s: seconds of CPU time.
+        drafting_s: those of them beside the model's steps.
     """
 
     num_tokens: int = 0
     num_sequences: int = 0
+    cpu_s: float = 0.0
     drafting_s: float = 0.0
     steps: list[StepFeatures] = field(default_factory=list)
 
@@ -153,36 +167,57 @@ class Bench:
         }
         self._numbers = count()
 
-    def run(self, work: Work, kind: str, text: str, num_seqs: int) -> float:
-        """Output tokens per second of CPU time. Adds to what the kind has done."""
-        engine = self.engine
+    def run(self, kind: str, text: str, num_seqs: int) -> Work:
+        engine, work = self.engine, Work()
         engine.scheduler.drafting = self.kinds[kind]
         if is_model := self.kinds[kind].proposer is self._model_drafts:
             self._decoder.kept = self._kept
         drafting.MAX_FORCED = 0 if kind == "without" else 15
-        made = [self._sequence(text, seed) for seed in range(num_seqs)]
+        num_tokens = FEW_TOKENS if num_seqs > MANY else NUM_TOKENS
+        made = [self._sequence(text, seed, num_tokens) for seed in range(num_seqs)]
         for each in made:
             engine.submit(each)
         while any(each.num_output_tokens < 1 for each in made):
             self._step()
-        began_s, work.drafting_s = time.thread_time(), work.drafting_s - self.kinds[kind].spent_s
-        num_before = sum(each.num_output_tokens for each in made)
+        work.num_tokens -= sum(each.num_output_tokens for each in made)
+        work.cpu_s -= time.thread_time()
+        work.drafting_s -= self.kinds[kind].spent_s
         while engine.has_work:
             work.num_sequences += len(engine.scheduler.running)
             self._step()
             work.steps.append(engine.last_plan.features)
-        seconds = time.thread_time() - began_s
+        work.cpu_s += time.thread_time()
+        work.drafting_s += self.kinds[kind].spent_s
+        work.num_tokens += sum(each.num_output_tokens for each in made)
         if is_model:
             self._kept, self._decoder.kept = self._decoder.kept, None
-        num_tokens = sum(each.num_output_tokens for each in made) - num_before
-        work.num_tokens += num_tokens
-        work.drafting_s += self.kinds[kind].spent_s
-        return num_tokens / seconds
+        return work
 
-    def counted(self, work: Work) -> float:
-        """Tokens per second, where steps take what the time model says now."""
-        steps_s = sum(map(self._fit.model.step_s, work.steps))
-        return work.num_tokens / (steps_s + work.drafting_s)
+    def row(self, text: str, num_seqs: int, num_turns: int) -> dict[str, Any]:
+        """What each kind gains; the first turn does not count."""
+        turns = [
+            {kind: self.run(kind, text, num_seqs) for kind in self.kinds}
+            for _ in range(1 + num_turns)
+        ][1:]
+        model = self._fit.model
+
+        def measured(work: Work) -> float:
+            return work.num_tokens / work.cpu_s
+
+        def counted(work: Work) -> float:
+            return work.num_tokens / (sum(map(model.step_s, work.steps)) + work.drafting_s)
+
+        row: dict[str, Any] = {"text": text, "sequences": num_seqs}
+        row["without"] = round(median(measured(turn["without"]) for turn in turns), 1)
+        for kind in [*self.kinds][1:]:
+            num_tokens = sum(turn[kind].num_tokens for turn in turns)
+            num_sequences = sum(turn[kind].num_sequences for turn in turns)
+            row[f"{kind} tokens"] = round(num_tokens / num_sequences, 2)
+            for name, speed in (("gain", measured), ("counted", counted)):
+                gains = [speed(turn[kind]) / speed(turn["without"]) for turn in turns]
+                spread = median(gains), min(gains), max(gains)
+                row[f"{kind} {name}"] = [round(each, 3) for each in spread]
+        return row
 
     def _step(self) -> None:
         began_s = time.thread_time()
@@ -190,7 +225,7 @@ class Bench:
         seconds = time.thread_time() - began_s - self.engine.scheduler.drafting.take_spent_s()
         self._fit.observe(self.engine.last_plan.features, seconds)
 
-    def _sequence(self, text: str, seed: int) -> Sequence:
+    def _sequence(self, text: str, seed: int, num_tokens: int) -> Sequence:
         model, rng = self._model, random.Random(seed)
         most = min(4000, model.config.vocab_size)
         tokens = [rng.randrange(3, most) for _ in range(48)]
@@ -207,43 +242,57 @@ class Bench:
             num_prompt_tokens=len(tokens),
             hash_root=hash_root("bench", self.engine.pool.block_size),
             block_hashes=(),
-            sampling=SamplingParams(max_tokens=NUM_TOKENS, **sampling),
+            sampling=SamplingParams(max_tokens=num_tokens, **sampling),
             deadline_unix_s=1e12,
         )
         return Sequence(request)
 
 
+def measure(model: str, config: str, sizes: SequenceOf[int], rounds: int) -> list[dict[str, Any]]:
+    """The rows of a case."""
+    print(f"\n{model}, drafts: {config}", flush=True)
+    bench = Bench(model, msgspec.json.decode(config, type=SpeculativeConfig), [*sizes])
+    for kind in WARM_UP * [*bench.kinds]:  # so that each knows how often its drafts are right
+        bench.run(kind, "prose", min(MANY, max(sizes)))
+    rows = [
+        bench.row(text, num_seqs, 3 * rounds if num_seqs <= FEW else rounds)
+        for num_seqs in sizes
+        for text in (*TEXTS, "random")
+    ]
+    print_table([{name: _shown(value) for name, value in row.items()} for row in rows])
+    return [{"model": Path(model).name, "drafts": config, **row} for row in rows]
+
+
+def _shown(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    middle, least, most = value
+    return f"{middle:.2f} ({least:.2f}-{most:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo-large")
-    parser.add_argument("--config", default='{"method": "draft_model", "model": "demo-small"}')
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--config")
+    parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    sizes, rounds = ([1], 1) if asked.tiny else (asked.sizes, asked.rounds)
-    drafts = msgspec.json.decode(asked.config, type=SpeculativeConfig)
-    bench = Bench(asked.model, drafts, sizes)
-    for kind in WARM_UP * [*bench.kinds]:  # so that each knows how often its drafts are right
-        bench.run(Work(), kind, "prose", max(sizes))
+    cases = CASES if asked.config is None else ((asked.model, asked.config, SIZES),)
+    if asked.tiny:
+        cases, asked.sizes, asked.rounds = cases[:1], [1], 1
     rows = []
-    for num_seqs in sizes:
-        for text in (*TEXTS, "random"):
-            works = {kind: Work() for kind in bench.kinds}
-            speeds = take_turns(
-                {kind: partial(bench.run, works[kind], kind, text, num_seqs) for kind in works},
-                rounds,
-            )
-            counted = {kind: bench.counted(work) for kind, work in works.items()}
-            row: dict[str, Any] = {"text": text, "sequences": num_seqs}
-            row["without"] = round(speeds["without"], 1)
-            for kind, work in list(works.items())[1:]:
-                row[f"{kind} tokens"] = round(work.num_tokens / work.num_sequences, 2)
-                row[f"{kind} gain"] = round(speeds[kind] / speeds["without"], 2)
-                row[f"{kind} counted"] = round(counted[kind] / counted["without"], 2)
-            rows.append(row)
-    print_table(rows)
-    finish("speculation", rows, drafts=f"{asked.config} for {Path(asked.model).name}")
+    for model, config, sizes in cases:
+        rows += measure(model, config, asked.sizes or sizes, asked.rounds)
+    below = [
+        f"{row['model']} {name.removesuffix(' counted')}, {row['text']}, {row['sequences']}:"
+        f" {_shown(row[name])}"
+        for row in rows
+        for name in row
+        if name.endswith(" counted") and row[name][0] < LEAST
+    ]
+    print("\nbelow:", "; ".join(below) or "none")
+    finish("speculation", rows, below=below)
 
 
 if __name__ == "__main__":

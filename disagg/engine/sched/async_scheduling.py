@@ -147,7 +147,8 @@ class AsyncScheduling:
             num_context + sum(len(each.tokens) for each in returning),
             num_before,
         )
-        chunks = Chunks(self._pool, budget, running, num_context)
+        has_prompts = bool(prefills)
+        chunks = Chunks(self._pool, budget, running, num_context, has_prompts=has_prompts)
         for sequence in returning:
             chunks.budget += 1  # `of_prompts` has subtracted one token of each
             chunks.add(sequence, sequence.num_computed)

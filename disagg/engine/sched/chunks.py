@@ -22,14 +22,30 @@ class Chunks:
         budget: tokens that the step may compute.
         running: sequences for each of which drafts and chunks must leave a free row.
         num_context: tokens of the sequences that decode in the step.
+        has_prompts: whether a prompt waits, for which drafts leave half of the budget.
     """
 
-    __slots__ = ("_num_ahead", "_num_context", "_pool", "_running", "_sizes", "budget")
+    __slots__ = (
+        "_most_ahead",
+        "_num_ahead",
+        "_num_context",
+        "_pool",
+        "_running",
+        "_sizes",
+        "budget",
+    )
 
     def __init__(
-        self, pool: BlockPool, budget: int, running: SequenceOf[Sequence], num_context: int
+        self,
+        pool: BlockPool,
+        budget: int,
+        running: SequenceOf[Sequence],
+        num_context: int,
+        *,
+        has_prompts: bool = False,
     ) -> None:
         self.budget = budget
+        self._most_ahead = min(MAX_AHEAD, budget // 2) if has_prompts else MAX_AHEAD
         self._num_context = num_context
         self._pool = pool
         self._running = running
@@ -51,7 +67,7 @@ class Chunks:
             size = self._pool.block_size
             num_tokens = min(num_tokens, size - start % size)
         if num_tokens == num_left and sequence.draft:
-            limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
+            limit = min(self.budget - num_left, self._most_ahead - self._num_ahead)
             num_ahead = claim(self._pool, sequence, limit, self._num_spare_blocks)
             self._num_ahead += num_ahead
             num_tokens += num_ahead

@@ -219,7 +219,8 @@ class Scheduler:
         first = next(iter(prefills or self.imported or self.waiting), None)
         num_before = None if first is None else first.num_computed
         budget = self.step_budget.of_prompts(decodes, num_context, num_before)
-        chunks = Chunks(self.pool, budget, self.running, num_context)
+        has_prompts = first is not None
+        chunks = Chunks(self.pool, budget, self.running, num_context, has_prompts=has_prompts)
         decodes = chunks.add_drafted(decodes)
         if num_preempted == self.num_preempted:
             prefills += self._admit(chunks.budget, prefills)

@@ -350,3 +350,24 @@ def test_a_newcomer_is_inserted_into_rounds_of_drafts(on_device: bool) -> None:
         gained.append(of_steps)
         assert not joins or newcomer.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 12, NEVER)
     assert gained[0] == gained[1] and max(map(max, gained[0])) == 4
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "ahead"])
+def test_drafts_leave_half_of_a_step_to_a_newcomer(on_device: bool) -> None:
+    """31 with drafts of 3 tokens fill steps of 128: without drafts its prompt takes two steps."""
+    engine, _ = new_engine(
+        4096, BLOCK_SIZE, max_num_seqs=40, max_num_batched_tokens=128, on_device=on_device
+    )
+    engine.scheduler.drafting.proposer = Right(3)
+    others = [new_sequence((9, i), BLOCK_SIZE, 99, stop_ids=NEVER) for i in range(31)]
+    newcomer = new_sequence(tuple(range(4, 104)), BLOCK_SIZE, 12, stop_ids=NEVER)
+    for each in others:
+        engine.submit(each)
+    while engine.last_plan.num_ahead < 3 * 31:
+        engine.step()
+    engine.submit(newcomer)
+    gained = list[int]()
+    while not newcomer.num_output_tokens:
+        events = engine.step()
+        gained.append(sum(len(each.token_ids) for each in events if each.sequence in others))
+    assert gained == [31 + 48] * 3
