@@ -107,7 +107,7 @@ class RoundingOps(TorchOps):
 
 def rounded_to_fp4(weight: Tensor, kind: Kind) -> Tensor:
     """The nearest e2m1 numbers with the scales of the format (OCP Microscaling 1.0; NVFP4)."""
-    groups = weight.unflatten(1, (-1, MXFP4_GROUP if kind == "mxfp4" else NVFP4_GROUP))
+    groups = weight.view(len(weight), -1, MXFP4_GROUP if kind == "mxfp4" else NVFP4_GROUP)
     peaks = groups.abs().amax(-1, keepdim=True)
     if kind == "mxfp4":
         scales = (peaks.log2().floor() - 2).exp2()  # the largest e2m1 has exponent 2
@@ -118,7 +118,7 @@ def rounded_to_fp4(weight: Tensor, kind: Kind) -> Tensor:
     scaled = (groups / scales).clamp(-LARGEST_E2M1, LARGEST_E2M1)
     middles = (E2M1[1:] + E2M1[:-1]) / 2
     nearest = E2M1[torch.bucketize(scaled.abs().contiguous(), middles)].copysign(scaled)
-    return (nearest * scales).flatten(1)
+    return (nearest * scales).view_as(weight)
 
 
 def log_probabilities(decoder: Decoder, kv: str, windows: Tensor) -> Tensor:
