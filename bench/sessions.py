@@ -1,14 +1,14 @@
-"""Plays agents that come back after a tool's pause: what larger caches and ties to a worker bring.
+"""Plays agents that come back after a tool's pause: what a larger cache would bring.
 
     python -m bench.sessions [--loads agents chat] [--num-requests 4000] [--tiny]
 
 Four H100 workers that do both, 0.8 of saturation, a TPOT SLO of 30 ms. Workers evict the least
 recently used blocks. Columns:
 
-- `blocks`: of 512 tokens, in each worker. With `all`, nothing is ever evicted: no order of eviction
-  and no hint when a session returns can bring more hits.
-- `hits %`: of the prompts' tokens. `hits tied %` and `in time tied %` are those of a router that
-  always sends a session to the worker with most of its prefix (hard affinity).
+- `blocks`: of 512 tokens, in each worker. With `all`, nothing is ever evicted: no order of
+  eviction, no hint when a session returns and no tie to a worker can bring more hits.
+- `hits %`: of the prompts' tokens. `hits prefix %` and `in time prefix %` are those of a router
+  that always takes the worker with most of the prompt, whatever its load.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def rows_of(load: str, arguments: Any) -> list[dict[str, Any]]:
             "TTFT p50 s": ours.ttft_p50_s,
             "TTFT p95 s": ours.ttft_p95_s,
             "in time %": ours.in_time_percent,
-            "hits tied %": tied.hit_percent,
-            "in time tied %": tied.in_time_percent,
+            "hits prefix %": prefix.hit_percent,
+            "in time prefix %": prefix.in_time_percent,
         }
-        for num_blocks, ours, tied in zip(sizes, reports[::2], reports[1::2], strict=True)
+        for num_blocks, ours, prefix in zip(sizes, reports[::2], reports[1::2], strict=True)
     ]
 
 
