@@ -38,19 +38,28 @@ USAGE = event(
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-async def read(*parts: tuple[float, bytes]) -> tuple[RequestTiming, str]:
-    """What comes of a server that sends `parts`, each when the clock says so, and hangs up."""
-    clock = [0.0]
+async def read(*parts: tuple[float, bytes], is_timed: bool) -> tuple[RequestTiming, str]:
+    """What comes of a server that sends `parts`, each when the clock says so, and hangs up.
+
+    Args:
+        is_timed: each part is sent when the client has read the one before and looked at the clock.
+    """
+    clock, looked = [0.0], asyncio.Event()
+
+    def now() -> float:
+        looked.set()
+        return clock[0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         for time_s, data in parts:
+            looked.clear()
             clock[0] = time_s
             writer.write(data)
-            for _ in range(20):  # turns of the loop, in which the client reads it
-                await asyncio.sleep(0)
+            if is_timed:
+                await asyncio.wait_for(looked.wait(), 60)
 
-    async with asking(serve, lambda: clock[0]) as endpoint:
+    async with asking(serve, now) as endpoint:
         timing = RequestTiming(due_s=0.5)
         return timing, await endpoint.ask(b"{}", timing)
 
@@ -84,6 +93,7 @@ async def test_every_part_has_the_time_at_which_it_was_read() -> None:
         (2.5, second[9:] + delta(content=" d")),
         (3.0, event(choices=[{"text": "!"}])),
         (4.0, delta(content="") + USAGE + DONE),  # a token without a text
+        is_timed=True,
     )
     assert timing == RequestTiming(
         due_s=0.5,
@@ -115,7 +125,7 @@ REFUSAL = json.dumps({"error": {"message": "too late", "code": "overloaded"}}).e
     ],
 )  # fmt: skip
 async def test_a_stream_that_breaks_says_how(parts: list[bytes], kind: str, message: str) -> None:
-    timing, _ = await read(*((1.0, part) for part in parts))
+    timing, _ = await read(*((1.0, part) for part in parts), is_timed=False)
     assert timing.error == kind
     assert re.search(message, timing.message), timing.message
 
