@@ -76,9 +76,12 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     token_ids: the tokens whose logits are returned; empty: its hidden state, after
         the last norm and of length 1.
+    head: of vLLM alone, what the head of a reranker says in place of both: its "score", or the
+        "logit" below it; "": neither.
     """
 
     token_ids: tuple[int, ...] = ()
+    head: Literal["", "score", "logit"] = ""
 
 
 class SamplingParams(

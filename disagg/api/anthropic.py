@@ -15,6 +15,7 @@ from disagg.api.json_body import Body
 from disagg.api.openai.fields import (
     ChatMessage,
     ChatRequest,
+    ContentPart,
     Count,
     FunctionCall,
     FunctionDefinition,
@@ -23,6 +24,7 @@ from disagg.api.openai.fields import (
     Label,
     NamedFunction,
     NamedTool,
+    PlacedPart,
     ResponseFormat,
     StopString,
     Tool,
@@ -47,6 +49,19 @@ class TextBlock(msgspec.Struct, tag="text"):
     text: str
 
 
+class ImageData(msgspec.Struct, tag="base64"):
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class RemoteImage(msgspec.Struct, tag="url"):
+    url: str
+
+
+class ImageBlock(msgspec.Struct, tag="image"):
+    source: ImageData | RemoteImage
+
+
 class ToolUse(msgspec.Struct, tag="tool_use"):
     id: Label
     name: FunctionName
@@ -55,7 +70,7 @@ class ToolUse(msgspec.Struct, tag="tool_use"):
 
 class ToolResult(msgspec.Struct, tag="tool_result"):
     tool_use_id: Label
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 
@@ -67,7 +82,7 @@ class RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
     """Encrypted reasoning of another server; it is ignored."""
 
 
-Block: TypeAlias = TextBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking
+Block: TypeAlias = TextBlock | ImageBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking
 
 
 class Message(msgspec.Struct):
@@ -229,7 +244,8 @@ def _system(content: str | Sequence[TextBlock]) -> str:
     """
     if isinstance(content, str):
         return content
-    return _text([block for block in content if not block.text.startswith(_OF_BILLING)])
+    texts = (block.text for block in content)
+    return "\n".join(text for text in texts if not text.startswith(_OF_BILLING))
 
 
 def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
@@ -239,41 +255,54 @@ def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
     """
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
-    texts, thoughts, calls, results = [], [], list[ToolCall](), list[ChatMessage]()
+    parts, thoughts = list[ContentPart](), list[str]()
+    calls, results = list[ToolCall](), list[ChatMessage]()
     for number, block in enumerate(message.content):
+        place = f"{path}.content[{number}]"
         if isinstance(block, ToolUse | ToolResult) != (message.role == _ROLES.get(type(block))):
             raise invalid_value(
-                f"{path}.content[{number}]",
+                place,
                 f"a message with role {message.role!r} cannot have this type of block.",
             )
         match block:
-            case TextBlock(text=text):
-                texts.append(text)
+            case TextBlock() | ImageBlock():
+                parts.append(_part(block, place))
             case ThinkingBlock(thinking=text):
                 thoughts.append(text)
             case ToolUse():
                 arguments = msgspec.json.encode(block.input).decode()
                 calls.append(ToolCall(FunctionCall(block.name, arguments), block.id))
             case ToolResult():
-                content = _text(block.content or "")
+                content: Any = block.content or ""
+                if isinstance(content, list):
+                    content = [
+                        _part(each, f"{place}.content[{n}]") for n, each in enumerate(content)
+                    ]
                 results.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
-    if not texts and not calls and results:
+    if not parts and not calls and results:
         return results
     own = ChatMessage(
         message.role,
-        "\n".join(texts) if texts or not calls else None,
+        parts or (None if calls else ""),
         tool_calls=calls or None,
         reasoning_content="\n".join(thoughts) or None,
     )
     return [*results, own]
 
 
+def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
+    if isinstance(block, TextBlock):
+        return ContentPart("text", block.text)
+    source = block.source
+    if isinstance(source, ImageData):
+        url = f"data:{source.media_type};base64,{source.data}"
+    else:
+        url = source.url
+    return PlacedPart("image", image_url=url, path=path)
+
+
 _OF_BILLING = "x-anthropic-billing-header"
 _ROLES: dict[type, str] = {ToolUse: "assistant", ToolResult: "user"}
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 _to_json = msgspec.json.Encoder().encode

@@ -1,4 +1,4 @@
-"""Images of chat messages: read from data URLs, or fetched from hosts that the operator names.
+"""Images of messages: read from data URLs, or fetched from hosts that the operator names.
 
 They go to the engine as the client sent them. Only models on vLLM take them.
 """
@@ -34,7 +34,7 @@ class ImageRules(NamedTuple):
     """How a model takes images.
 
     Attributes:
-        mark_id: the token with which the chat template begins an image.
+        mark_id: the token of the prompt in whose place an image's tokens begin.
         domains: the hosts from which images are fetched.
     """
 
@@ -53,12 +53,12 @@ def read_image(url: str, path: str, rules: ImageRules) -> bytes | RemoteImage:
     """The image behind a URL. Raises `InvalidRequest` if it is no image, or not to be fetched."""
     if url[:5].lower() == "data:":
         head = _DATA.match(url)
+        if head is None:
+            raise invalid_value(path, "it is not of the form data:image/png;base64,....")
         try:
-            if head is None:
-                raise ValueError
             return b64decode(url[head.end() :], validate=True)
         except ValueError:
-            raise invalid_value(path, "it is not of the form data:image/png;base64,....") from None
+            raise invalid_value(path, "the image is not in base64.") from None
     if len(url) > MAX_URL_LEN:
         raise invalid_value(path, f"it is longer than {MAX_URL_LEN} characters.")
     host = _host(url)
@@ -68,7 +68,8 @@ def read_image(url: str, path: str, rules: ImageRules) -> bytes | RemoteImage:
             path,
             f"images are not fetched from {(host or url)[:64]!r}"
             + (f", only from {allowed}" if allowed else "")
-            + ". Send the image itself, as data:image/png;base64,....",
+            + ". Send the image itself, in base64: as data:image/png;base64,...., or in"
+            " /v1/messages with a source of type 'base64'.",
         )
     return RemoteImage(url, path)
 

@@ -31,6 +31,7 @@ from disagg.api.openai.fields import (
     Label,
     NamedFunction,
     NamedTool,
+    PlacedPart,
     ResponseFormat,
     SamplingFields,
     TemplateArguments,
@@ -39,7 +40,7 @@ from disagg.api.openai.fields import (
     ToolChoice,
 )
 from disagg.api.openai.requests import understand_chat
-from disagg.api.refusals import missing_parameter, only_text
+from disagg.api.refusals import missing_parameter
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob, named_event
 from disagg.api.served_model import ServedModel
@@ -224,18 +225,13 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _content(content: str | Sequence[ContentPart], path: str) -> str | list[ContentPart]:
-    """Convert content parts to those of chats, which have other type names."""
     if isinstance(content, str):
         return content
-    parts = []
-    for number, part in enumerate(content):
-        if part.type not in _PART_TYPES:
-            raise only_text(f"{path}[{number}].type", part.type)
-        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+    parts: list[ContentPart] = [
+        PlacedPart(part.type, part.text, part.refusal, part.image_url, path=f"{path}[{number}]")
+        for number, part in enumerate(content)
+    ]
     return parts or ""
-
-
-_PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 _to_json = msgspec.json.Encoder().encode

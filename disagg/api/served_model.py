@@ -90,15 +90,21 @@ class ServedModel:
         source = self.template.source if self.template else ""
         return reasoning_format_of(source, self.reasoning_parser)
 
-    def with_images(self, domains: tuple[str, ...]) -> ServedModel:
+    def with_images(
+        self, domains: tuple[str, ...], image_token_id: int | None = None
+    ) -> ServedModel:
         """The same model on an engine that takes images, if its chat template shows them.
 
         Args:
             domains: the hosts from which images are fetched.
+            image_token_id: the token that becomes an image's, if it is known. A template may write
+                others around it, which stay.
         """
         mark = None if self.template is None else self.template.image_mark
         ids = [] if mark is None else self.tokenizer.encode_chat(mark)
         mark_id = next((each for each in ids if each in self.tokenizer.special_ids), None)
+        if image_token_id in ids:
+            mark_id = image_token_id
         rules = None if mark_id is None else ImageRules(mark_id, domains)
         return dataclasses.replace(self, images=rules)
 

@@ -183,7 +183,15 @@ class Service:
         def find_prompt() -> tuple[Asked, ServedModel, Prompt]:
             request = read_body(body, kind)
             model = self.model(request.model)
-            return request, model, understand(request, model)
+            prompt = understand(request, model)
+            if isinstance(prompt, Conversation) and prompt.images:
+                raise InvalidRequest(
+                    "Invalid messages: only an engine knows how many tokens an image has. Leave the"
+                    " images out.",
+                    code="unsupported_content",
+                    param="messages",
+                )
+            return request, model, prompt
 
         request, model, prompt = await off_loop(len(body), find_prompt)
         try:

@@ -375,11 +375,11 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
 
 
 def _served_model(tier: TierConfig, media_domains: tuple[str, ...]) -> ServedModel:
-    is_foreign, runner = tier.engine.backend == "vllm", tier.engine.engine_args.get("runner")
+    foreign = None
+    if tier.engine.backend == "vllm":
+        foreign = describe_foreign(tier.directory, tier.engine.engine_args)
     model = ServedModel.from_description(
-        describe_foreign(tier.directory, pools=runner == "pooling")
-        if is_foreign
-        else describe_model(tier.directory),
+        foreign or describe_model(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
         max_model_len=tier.engine.max_model_len,
@@ -388,8 +388,8 @@ def _served_model(tier: TierConfig, media_domains: tuple[str, ...]) -> ServedMod
         reasoning_parser=tier.reasoning_parser,
         created_unix_s=int(time.time()),
     )
-    if is_foreign:
-        model = model.with_images(media_domains)
+    if foreign is not None:
+        model = model.with_images(media_domains, foreign.image_token_id)
     slo_s, deferral = (tier.ttft_goal_s, tier.tpot_goal_s), ""
     drafts = tier.engine.speculative_config
     if drafts is not None and drafts.model is not None and drafts.deferral:

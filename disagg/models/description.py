@@ -96,19 +96,28 @@ def describe_model(model: str | Path) -> ModelDescription:
     return ModelDescription(files, raw, config, reads_images=of_text is not None)
 
 
-def describe_foreign(model: str | Path, *, pools: bool = False) -> ModelDescription:
-    """Describe a model for an engine of others, which knows families that ours does not.
+def describe_foreign(
+    model: str | Path, engine_args: Mapping[str, Any] = MappingProxyType({})
+) -> ForeignModel:
+    """Describe a model for vLLM, which knows families that our engine does not.
 
     Args:
-        pools: whether the engine computes embeddings, by whatever pooling the model has.
+        engine_args: of vLLM, of which some say what it computes.
 
     Raises:
-        ModelError: the directory, its config.json or a number there is missing.
+        ModelError: the directory, its config.json or a number there is missing, or it is GGUF.
     """
     files, _, whole = read_config(Path(model))
+    if isinstance(files, GgufFiles):
+        raise ModelError(
+            f"{files.place} is a GGUF file, which vLLM does not read; serve it with disagg's own"
+            " engine, or give --engine vllm a directory with *.safetensors files"
+        )
     part = whole.get("text_config")
-    raw = {**whole, **part} if isinstance(part, Mapping) else whole
-    return ForeignModel(files, raw, pools)
+    raw = {**whole, **(part if isinstance(part, Mapping) else {})}
+    overrides = engine_args.get("hf_overrides")
+    raw |= overrides if isinstance(overrides, Mapping) else {}
+    return ForeignModel(files, raw, engine_args)
 
 
 def read_config(place: Path) -> tuple[DirectoryFiles | GgufFiles, Path, Json]:
@@ -446,13 +455,17 @@ class ModelDescription:
         return ModelError(f"{self._files.named(name)} is wrong: {what}")
 
 
+_OF_ENCODERS = ("type_vocab_size", "sep_token_id")  # as BERT and its descendants
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+
+
 class ForeignModel(ModelDescription):
     """A model of which only what an ingress needs is known: tokenizer, template, limits."""
 
-    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json, pools: bool) -> None:
+    def __init__(self, files: DirectoryFiles, raw: Json, engine_args: Mapping[str, Any]) -> None:
         self.source = str(files.place)
         self.reads_images = False
-        self._pools = pools
+        self._engine_args = engine_args
         self._files = files
         self._raw = raw
 
@@ -474,9 +487,26 @@ class ForeignModel(ModelDescription):
 
     @cached_property
     def pooling(self) -> ModelPooling:
-        if self._pools:
+        """With vLLM's pooling it scores pairs by a head, or computes embeddings by any pooling."""
+        names = self._raw.get("architectures")
+        classifies = str(names[0] if isinstance(names, list) and names else "").endswith(
+            "ForSequenceClassification"
+        )
+        if classifies or self._engine_args.get("convert") == "classify":
+            if any(self._raw.get(key) is not None for key in _OF_ENCODERS):
+                return ModelPooling(
+                    why_not="it is a cross-encoder, which separates a query and its document by"
+                    " tokens of its own, and here they are one text."
+                )
+            return ModelPooling(has_head=True)
+        if self._engine_args.get("runner") == "pooling":
             return ModelPooling(embedding_size=self._stated("hidden_size"))
         return super().pooling
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The token that becomes those of an image, if its config.json names it."""
+        return next((self._raw[key] for key in _IMAGE_TOKENS if key in self._raw), None)
 
     @property
     def _has_own_head(self) -> bool:

@@ -30,12 +30,14 @@ class ModelPooling:
     Attributes:
         embedding_size: how many numbers the hidden state of a text's last token has, which at
             length 1 is its embedding; 0: it is none.
+        has_head: whether a head of its own says how well they fit, as with vLLM.
         scores: the tokens whose logits after a query and a document say how well they fit, as ids
             or as texts of one token: of "yes", and of "no" if that is compared with it.
         why_not: a sentence, if it does neither.
     """
 
     embedding_size: int = 0
+    has_head: bool = False
     scores: tuple[int | str, ...] = ()
     why_not: str = ""
 

@@ -13,7 +13,7 @@ from disagg.host import usable_cores
 from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
 from disagg.models.adapter import configured_adapters
-from disagg.models.description import ModelDescription, describe_model
+from disagg.models.description import ModelDescription, describe_foreign, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.worker.vllm.arguments import check_settings, check_version
 
@@ -46,6 +46,7 @@ def check_tier(
         check_settings(tier.engine)
         if is_here:
             check_version()
+        describe_foreign(tier.directory, tier.engine.engine_args)
         return 0
     model = describe_model(tier.directory)
     configured_adapters(tier.lora_modules, tier.name, model, tier.engine.max_lora_rank)

@@ -1,4 +1,4 @@
-"""Images in chat messages, for a model that takes them."""
+"""Images in messages, for a model that takes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import httpx2
 import pytest
 
 from disagg.api import images
+from disagg.api.apis import CHAT, MESSAGES, RESPONSES, Api
 from disagg.api.images import ImageRules
 from disagg.config import HttpConfig
 from disagg.errors import InvalidRequest
 from disagg.messages import GenerateRequest
 from tests.api.apps import URL, http_client, make_app, until
 from tests.api.fakes import TOKENIZER, FakeGenerate, served_model
-from tests.api.test_service import chat_request, service
+from tests.api.test_service import CALLER, chat_request, service
 
 SEEING = (
     "{% for m in messages %}[{{ m.role }} {% for p in m.content %}"
@@ -58,6 +59,85 @@ async def test_images_keep_their_order_and_text_shows_none() -> None:
     assert request.token_ids.count(MARK) == 2  # and the text is other tokens
 
 
+def in_chat(text: str, image: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": text}, shown(url_of(image.encode()))]
+    messages = [{"role": "system", "content": "see"}, {"role": "user", "content": parts}]
+    return {"messages": messages}
+
+
+def in_response(text: str, image: str) -> dict[str, Any]:
+    parts = [
+        {"type": "input_text", "text": text},
+        {"type": "input_image", "image_url": url_of(image.encode()), "detail": "auto"},
+    ]
+    return {"instructions": "see", "input": [{"role": "user", "content": parts}]}
+
+
+def in_message(text: str, image: str) -> dict[str, Any]:
+    data = base64.b64encode(image.encode()).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    parts = [{"type": "text", "text": text}, {"type": "image", "source": source}]
+    return {"max_tokens": 9, "system": "see", "messages": [{"role": "user", "content": parts}]}
+
+
+async def understood(api: Api, body: dict[str, Any]) -> GenerateRequest:
+    model = served_model(template=SEEING).with_images((HERE,))
+    run = await service(model).prepare(api, json.dumps(body).encode(), CALLER)
+    return run.requests[0]
+
+
+async def test_all_dialects_show_the_same() -> None:
+    found = [
+        await understood(api, body_of("hi", "one"))
+        for api, body_of in ((CHAT, in_chat), (RESPONSES, in_response), (MESSAGES, in_message))
+    ]
+    assert {request.images for request in found} == {(b"one",)}
+    texts = {TOKENIZER.decode(each.token_ids, skip_special_tokens=False) for each in found}
+    assert texts == {"[system see][user hi(<|endoftext|>)]"}
+    assert len({request.block_hashes for request in found}) == 1
+
+
+def _image(**source: str) -> dict[str, Any]:
+    return {"type": "image", "source": source}
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "words"),
+    [
+        ({"type": "input_image", "image_url": "http://a/x"}, "content[0].image_url", "only from"),
+        ({"type": "input_image", "file_id": "f"}, "content[0].image_url", "Missing"),
+        ({"type": "input_file"}, "content[0].type", "only text"),
+        ({"type": "output", "content": [{"type": "input_image"}]}, "output[0].type", "only text"),
+        (_image(type="url", url="http://a/x"), "content[0].source", "only from"),
+        (_image(type="base64", media_type="image/png", data="?"), "content[0].source", "base64"),
+        (
+            _image(type="base64", media_type="image/bmp", data=""),
+            "content[0].source.media_type",
+            "bmp",
+        ),
+        (_image(type="file", file_id="f"), "content[0].source.type", "only text"),
+    ],
+)
+async def test_what_other_dialects_refuse(part: dict[str, Any], param: str, words: str) -> None:
+    """At its place in the request, and not in that of a chat."""
+    is_message = part["type"] == "image"
+    item: dict[str, Any] = {"role": "user", "content": [part]}
+    if part["type"] == "output":
+        item = {"type": "function_call_output", "call_id": "a", "output": part["content"]}
+    key = "messages" if is_message else "input"
+    body = {key: [item], **({"max_tokens": 9} if is_message else {"instructions": "see"})}
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        await understood(MESSAGES if is_message else RESPONSES, body)
+    assert refusal.value.param == f"{key}[0].{param}"
+
+
+async def test_no_tokens_of_images_are_counted() -> None:
+    counted = {key: value for key, value in in_message("hi", "one").items() if key != "max_tokens"}
+    model = served_model(template=SEEING).with_images(())
+    with pytest.raises(InvalidRequest, match="only an engine knows"):
+        await service(model).count_tokens(json.dumps(counted).encode())
+
+
 async def test_names_of_blocks_end_with_the_first_image() -> None:
     one, again, other = [
         await asked(TEXT, shown(url_of(first)), shown(url_of(second)), TEXT)
@@ -68,6 +148,16 @@ async def test_names_of_blocks_end_with_the_first_image() -> None:
     assert one.block_hashes == again.block_hashes
     assert one.block_hashes[:-1] == other.block_hashes[:-1]
     assert one.block_hashes[-1] != other.block_hashes[-1]
+
+
+async def test_an_image_begins_where_its_own_token_is() -> None:
+    """As with Qwen-VL, whose template writes tokens around it that stay."""
+    template = SEEING.replace("(<|endoftext|>)", "<|im_start|><|endoftext|><|im_end|>")
+    model = served_model(template=template)
+    assert model.with_images((), MARK).images == ImageRules(MARK)
+    (start,) = TOKENIZER.encode_chat("<|im_start|>")
+    for token_id in (None, 99999):
+        assert model.with_images((), token_id).images == ImageRules(start)
 
 
 async def test_a_template_that_shows_lists_only_gets_texts_as_lists() -> None:
@@ -89,10 +179,10 @@ IMAGE = shown(url_of(b"one"))
         ([shown("http://[::1/x")], {}, ".url", "not fetched"),
         ([shown("file://127.0.0.1/etc/passwd")], {}, ".url", "not fetched"),
         ([shown("ftp://127.0.0.1/x")], {}, ".url", "not fetched"),
-        ([shown("data:image/png;base64,???")], {}, ".url", "data:image/png;base64"),
+        ([shown("data:image/png;base64,???")], {}, ".url", "not in base64"),
         ([shown("data:text/html;base64,aGk=")], {}, ".url", "data:image/png;base64"),
-        ([{"type": "image_url"}], {}, ".image_url.url", "Missing"),
-        ([{"type": "image_url", "image_url": "http://a"}], {}, ".image_url.url", "Missing"),
+        ([{"type": "image_url"}], {}, ".image_url", "Missing"),
+        ([{"type": "image_url", "image_url": "http://a"}], {}, ".image_url", "not fetched"),
         ([{"type": "input_audio"}], {}, ".type", "only text"),
         ([IMAGE], {"role": "system"}, ".type", "only text"),
         ([IMAGE], {"prompt_logprobs": 1}, "prompt_logprobs", "images"),

@@ -23,6 +23,7 @@ ASKED: dict[str, Any] = {
     "max_tokens": 99,
     "messages": [{"role": "user", "content": "hi"}],
 }
+DOT = {"type": "base64", "media_type": "image/png", "data": "aGk="}
 LOOK = {
     "name": "look",
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
@@ -269,10 +270,11 @@ async def test_a_last_message_of_the_assistant_is_continued() -> None:
     [
         ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
         ({"messages": []}, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": DOT}]}]},
          "invalid_request_error", "messages[0].content[0].type: only text is supported"),
         ({"messages": [{"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]},
+            {"type": "tool_result", "tool_use_id": "a",
+             "content": [{"type": "image", "source": DOT}]}]}]},
          "invalid_request_error", "content[0].content[0].type: only text is supported"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},

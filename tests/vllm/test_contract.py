@@ -171,8 +171,9 @@ def test_blocks_of_its_cache_get_our_names() -> None:
     assert names.all()
 
 
-def test_blocks_with_an_image_get_the_name_that_a_request_has() -> None:
-    """The image begins in the second block, and ends in the third."""
+@pytest.mark.parametrize("begin", [BLOCK_SIZE, BLOCK_SIZE + 8])
+def test_blocks_with_an_image_get_the_name_that_a_request_has(begin: int) -> None:
+    """The image begins in the second block or at its border, and ends in the third."""
     from vllm.distributed.kv_events import KVEventBatch
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -182,8 +183,8 @@ def test_blocks_with_an_image_get_the_name_that_a_request_has() -> None:
 
     hash_function = get_hash_fn_by_name("sha256")
     init_none_hash(hash_function)
-    digest, tokens = image_digest(b"cat"), [*range(5, 45), *[7] * 40, *range(50, 70)]
-    place = PlaceholderRange(offset=40, length=40)
+    digest, tokens = image_digest(b"cat"), [*range(5, 5 + begin), *[7] * 40, *range(50, 80)]
+    place = PlaceholderRange(offset=begin, length=40)
     request = Request(
         "r",
         tokens,

@@ -8,24 +8,18 @@ prompts.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import multiprocessing
 import random
 import struct
 import zlib
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from disagg import local
-from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from tests.tiny_model import write_tiny_tokenizer
-from tests.vllm.test_vllm import BLOCK_SIZE, COMMON
+from tests.vllm.test_vllm import BLOCK_SIZE, COMMON, fleet, plain
 
 NUM_NEW, SIDE = 12, 56
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
@@ -116,6 +110,30 @@ def conversations() -> list[list[dict[str, Any]]]:
     return [[{"role": "user", "content": content}] for content in contents]
 
 
+def in_other_dialects() -> dict[str, dict[str, Any]]:
+    """The first conversation, by path."""
+    text, url = "what is " * 9, png(1)
+    response = [
+        {"type": "input_text", "text": text},
+        {"type": "input_image", "image_url": url},
+    ]
+    data = url.partition("base64,")[2]
+    message = [
+        {"type": "text", "text": text},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+    ]
+    return {
+        "/v1/responses": {
+            "input": [{"role": "user", "content": response}],
+            "max_output_tokens": NUM_NEW,
+        },
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": message}],
+            "max_tokens": NUM_NEW,
+        },
+    }
+
+
 def _plain(directory: str) -> list[tuple[int, list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -129,38 +147,34 @@ def _plain(directory: str) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.timeout(900)
 async def test_answers_about_images_are_those_of_plain_vllm(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        await asyncio.wrap_future(pool.submit(_write, tmp_path))
-        expected = await asyncio.wrap_future(pool.submit(_plain, str(tmp_path)))
+    await plain(_write, tmp_path)
+    expected = await plain(_plain, str(tmp_path))
     assert len({tuple(tokens) for _, tokens in expected}) == len(expected)
-    tier = TierConfig(
-        model=str(tmp_path),
-        engine=EngineConfig(backend="vllm", **COMMON),
-        prefill=PoolConfig(num_replicas=0),
-        ttft_slo_s=None,
-    )
-    async with local.running(ServeConfig(tiers=(tier,), cluster_key="key")) as cluster:
-        app = httpx.ASGITransport(cluster.ingress.app)
-        async with httpx.AsyncClient(transport=app, base_url="http://v", timeout=300) as client:
+    async with fleet(str(tmp_path)) as (cluster, client):
 
-            async def ask(messages: list[dict[str, Any]], status: int = 200) -> dict[str, Any]:
-                body = {"messages": messages, "max_tokens": NUM_NEW, "temperature": 0}
-                more = {"ignore_eos": True, "return_token_ids": True}
-                reply = await client.post("/v1/chat/completions", json=body | more)
-                assert reply.status_code == status, reply.text
-                found: dict[str, Any] = reply.json()
-                return found
+        async def ask(messages: list[dict[str, Any]], status: int = 200) -> dict[str, Any]:
+            body = {"messages": messages, "max_tokens": NUM_NEW, "temperature": 0}
+            more = {"ignore_eos": True, "return_token_ids": True}
+            reply = await client.post("/v1/chat/completions", json=body | more)
+            assert reply.status_code == status, reply.text
+            found: dict[str, Any] = reply.json()
+            return found
 
-            for messages, (num_prompt, tokens) in zip(conversations(), expected, strict=True):
-                found = await ask(messages)
-                assert found["choices"][0]["token_ids"] == tokens
-                assert found["usage"]["prompt_tokens"] == num_prompt
-            # Two blocks of text and that of the image, whose name comes from vLLM's events.
-            again = await ask(conversations()[0])
-            (decision,) = cluster.ingress.dispatcher.decision(again["id"])
-            assert decision.route.num_cached_tokens > 2 * BLOCK_SIZE
-            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-            broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
-            refused = await ask([{"role": "user", "content": broken}], status=400)
-            assert refused["error"]["code"] == "unsupported_by_engine"
+        for messages, (num_prompt, tokens) in zip(conversations(), expected, strict=True):
+            found = await ask(messages)
+            assert found["choices"][0]["token_ids"] == tokens
+            assert found["usage"]["prompt_tokens"] == num_prompt
+        # Two blocks of text and that of the image, whose name comes from vLLM's events.
+        again = await ask(conversations()[0])
+        (decision,) = cluster.ingress.dispatcher.decision(again["id"])
+        assert decision.route.num_cached_tokens > 2 * BLOCK_SIZE
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        for path, asked in in_other_dialects().items():
+            reply = await client.post(path, json=asked)
+            assert reply.status_code == 200, reply.text
+            usage = reply.json()["usage"]
+            cached = usage.get("cache_read_input_tokens", 0)  # which Anthropic counts apart
+            assert usage["input_tokens"] + cached == expected[0][0], path
+        broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
+        refused = await ask([{"role": "user", "content": broken}], status=400)
+        assert refused["error"]["code"] == "unsupported_by_engine"

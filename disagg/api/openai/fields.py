@@ -192,7 +192,13 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: ImageUrl | str | None = None  # in /v1/responses a text
+    image_url: ImageUrl | str | None = None
+
+
+class PlacedPart(ContentPart, kw_only=True):
+    """A part of another API's request. path: its place there, which errors name."""
+
+    path: str
 
 
 class FunctionCall(msgspec.Struct):

@@ -2,7 +2,7 @@
 
 Each text, or each query with a document, is one prompt without an answer. An embedding model scores
 a pair by the cosine of both embeddings; a reranker reads both texts together, and answers with the
-probability of its token for "yes".
+probability of its token for "yes", or with what its own head says (on vLLM).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _of_pairs(
             "A pair that is cut at its beginning has lost its query; send shorter documents.",
         )
     prompts: list[Prompt]
-    if model.pooling.scores:
+    if model.pooling.scores or model.pooling.has_head:
         together = [(pairs.queries[i], pairs.documents[j]) for i, j in pairs.indices]
         num_chars = sum(len(query) + len(document) for query, document in together)
         if num_chars > MAX_NUM_PAIR_CHARS:
@@ -189,6 +189,8 @@ def _of_pairs(
             )
         prompts = [_together(query, document, model) for query, document in together]
         pooling = Pooling(model.scored_ids)
+        if model.pooling.has_head:
+            pooling = Pooling(head="logit" if request.use_activation is False else "score")
     elif model.pooling.embedding_size:
         prompts = [Text(text) for text in (*pairs.queries, *pairs.documents)]
         pooling = Pooling()
@@ -251,7 +253,11 @@ def _scores(run: RunningJob) -> list[float]:
     repeated: _Repeated = run.spec.repeated
     request, pairs = repeated.request, repeated.pairs
     pooled = [_floats(answer.pooled) for answer in run.kept]
-    if run.spec.sampling.pooling == Pooling():
+    asked = run.spec.sampling.pooling
+    assert asked is not None
+    if asked.head:
+        return [each[0] for each in pooled]
+    if not asked.token_ids:
         queries, documents = pooled[: len(pairs.queries)], pooled[len(pairs.queries) :]
         return [sum(map(mul, queries[i], documents[j])) for i, j in pairs.indices]
     logits = [each[0] - sum(each[1:]) for each in pooled]

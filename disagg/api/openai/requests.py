@@ -30,6 +30,7 @@ from disagg.api.openai.fields import (
     FunctionDefinition,
     ImageUrl,
     NamedTool,
+    PlacedPart,
     SamplingFields,
     TokenId,
     TokenizeRequest,
@@ -321,18 +322,27 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 def _part(
     part: ContentPart, path: str, rules: ImageRules | None, images: list[bytes | RemoteImage]
 ) -> dict[str, str]:
-    """A part as templates read it. An image is added to `images`."""
-    if part.type == "image_url" and rules is not None:
-        if not isinstance(part.image_url, ImageUrl):
-            raise missing_parameter(f"{path}.image_url.url")
-        images.append(read_image(part.image_url.url, f"{path}.image_url.url", rules))
+    """A part of any API as templates read it. An image is added to `images`."""
+    path = part.path if isinstance(part, PlacedPart) else path
+    if part.type in _IMAGES and rules is not None:
+        url, path = part.image_url, f"{path}.{_IMAGES[part.type]}"
+        if isinstance(url, ImageUrl):
+            url, path = url.url, f"{path}.url"
+        if url is None:
+            raise missing_parameter(path)
+        images.append(read_image(url, path, rules))
         return {"type": "image"}
-    if part.type not in ("text", "refusal"):
+    if part.type not in _TEXTS:
         raise only_text(f"{path}.type", part.type)
-    text = part.text if part.type == "text" else part.refusal
+    text = part.refusal if part.type == "refusal" else part.text
     if text is None:
-        raise missing_parameter(f"{path}.{part.type}")
+        raise missing_parameter(f"{path}.{_TEXTS[part.type]}")
     return {"type": "text", "text": text}
+
+
+# Types of parts in chats, responses and messages -> the field that has the content.
+_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
+_IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
 
 
 MAX_REQUIRED_CALLS = 32  # per answer; a weak model would generate calls until its limit of tokens

@@ -52,6 +52,7 @@ FIXED = (
     "disable_log_stats",
     "enable_logging_iteration_details",
     "skip_tokenizer_init",
+    "data_parallel_size",  # which would be engines of which one's cache is known only
 )
 
 
@@ -69,13 +70,13 @@ def check_version() -> str:
         if version.startswith(tuple(f"{each}." for each in VERSIONS)):
             return version
         raise StartupError(
-            f"{package} {version} is installed; --engine vllm knows {' and '.join(VERSIONS)}"
-            " (docs/engines.md).",
+            f"{package} {version} is installed, and --engine vllm knows {' and '.join(VERSIONS)}:"
+            " install one of these (docs/engines.md).",
             param="engine",
         )
     raise StartupError(
-        f"--engine vllm needs vLLM {' or '.join(VERSIONS)}, which is not installed"
-        " (docs/engines.md).",
+        f"--engine vllm needs vLLM {' or '.join(VERSIONS)}, which is not installed; start disagg"
+        " in an environment or an image that has it (docs/engines.md).",
         param="engine",
     )
 
@@ -94,7 +95,8 @@ def check_settings(engine: EngineConfig) -> None:
     fixed = sorted(set(FIXED) & engine.engine_args.keys())
     if fixed:
         raise StartupError(
-            f"engine_args cannot set {', '.join(fixed)}: the worker sets it itself.",
+            f"engine_args cannot set {', '.join(fixed)}: a worker sets it itself, and has one"
+            " engine. --prefill and --decode start more workers.",
             param="engine_args",
         )
 

@@ -26,7 +26,7 @@ from disagg.blocks import image_digest
 from disagg.config import TierConfig
 from disagg.errors import EngineCannot, StartupError, WorkerLost
 from disagg.host import free_port
-from disagg.messages import FinishReason, TokenLogprobs
+from disagg.messages import FinishReason, Pooling, TokenLogprobs
 from disagg.worker.vllm.arguments import check_settings, check_version, engine_arguments
 from disagg.worker.vllm.prefixes import TheirEvent, read_batch
 
@@ -51,7 +51,7 @@ class EnginePrompt:
     priority: int = 0
     adapter: Adapter | None = None
     images: tuple[bytes, ...] = ()
-    wants_embedding: bool = False  # in place of an answer
+    pooling: Pooling | None = None  # what is wanted in place of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class EngineOutput:
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    pooled: bytes | None = None  # an embedding, as `TokenDelta` has it
+    pooled: bytes | None = None  # as `TokenDelta` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class VllmEngine:
         return bool(self._llm.errored) or self._events.done()
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        from vllm import PoolingParams, SamplingParams, TokensPrompt
+        from vllm import SamplingParams, TokensPrompt
         from vllm.exceptions import GenerationError
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -197,8 +197,8 @@ class VllmEngine:
             if prompt.images:
                 tokens.update(await asyncio.to_thread(_images, prompt.images))
             call = self._llm.generate
-            if prompt.wants_embedding:
-                call, params = self._llm.encode, PoolingParams(task="embed")
+            if prompt.pooling is not None:
+                call, params = self._llm.encode, _pooling_params(prompt.pooling)
             outputs = call(
                 tokens,
                 params,
@@ -209,9 +209,9 @@ class VllmEngine:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield (
-                        _pooled(output)
-                        if prompt.wants_embedding
-                        else _output(output, prompt.sampling)
+                        _output(output, prompt.sampling)
+                        if prompt.pooling is None
+                        else _pooled(output, prompt.pooling)
                     )
         except (EngineDeadError, EngineGenerateError, GenerationError) as error:
             raise WorkerLost(f"The vLLM engine of this worker has failed: {error!r}.") from error
@@ -381,11 +381,25 @@ def _output(output: Any, sampling: Mapping[str, Any]) -> EngineOutput:
     )
 
 
-def _pooled(output: Any) -> EngineOutput:
+def _pooling_params(asked: Pooling) -> Any:
+    from vllm import PoolingParams
+
+    if not asked.head:
+        return PoolingParams(task="embed")
+    return PoolingParams(task="classify", use_activation=asked.head == "score")
+
+
+def _pooled(output: Any, asked: Pooling) -> EngineOutput:
+    numbers = output.outputs.data.float().numpy().astype("<f4")
+    if asked.head and numbers.size != 1:
+        raise EngineCannot(
+            f"This model tells {numbers.size} classes of texts apart; one that scores pairs has"
+            " a single number."
+        )
     return EngineOutput(
         finish_reason="length",
         num_cached_tokens=output.num_cached_tokens or 0,
-        pooled=output.outputs.data.float().numpy().astype("<f4").tobytes(),
+        pooled=numbers.tobytes(),
     )
 
 

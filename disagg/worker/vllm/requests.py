@@ -27,8 +27,8 @@ def check_request(request: GenerateRequest) -> None:
         )
     if sampling.pooling is not None and sampling.pooling.token_ids:
         raise EngineCannot(
-            "This model runs on vLLM, of which answers and embeddings are used here, and not the"
-            " scores of a reranker. Serve it with disagg's own engine, or with vLLM alone."
+            "This model runs on vLLM, which scores texts only if it is started for that, with"
+            ' --engine-args \'{"runner": "pooling", "convert": "classify"}\' (docs/engines.md).'
         )
     if any(len(word) > 1 for word in sampling.bad_words_token_ids):
         raise EngineCannot(

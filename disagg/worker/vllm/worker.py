@@ -358,7 +358,7 @@ class VllmWorker:
             request.priority,
             request.adapter,
             request.images,
-            request.sampling.pooling is not None,
+            request.sampling.pooling,
         )
 
     def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:

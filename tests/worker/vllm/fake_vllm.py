@@ -39,6 +39,10 @@ def embedding(token_ids: tuple[int, ...]) -> bytes:
     return array("f", [next_token(token_ids), *[0.0] * (EMBEDDING_SIZE - 1)]).tobytes()
 
 
+def score(token_ids: tuple[int, ...]) -> bytes:
+    return array("f", [next_token(token_ids) / 256]).tobytes()
+
+
 def next_token(token_ids: tuple[int, ...], adapter: str = "") -> int:
     digest = hashlib.blake2b(f"{token_ids}{adapter}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % NUM_TOKENS
@@ -98,8 +102,9 @@ class FakeVllm:
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         self.seen.append(prompt)
-        if prompt.wants_embedding:
-            yield EngineOutput(finish_reason="length", pooled=embedding(prompt.token_ids))
+        if prompt.pooling is not None:
+            pooled = score if prompt.pooling.head else embedding
+            yield EngineOutput(finish_reason="length", pooled=pooled(prompt.token_ids))
             return
         extra = prompt.sampling.get("extra_args", {}).get("kv_transfer_params", {})
         tokens = whole = expanded(prompt.token_ids, prompt.images)

@@ -76,24 +76,32 @@ def test_blocks_get_the_names_that_the_router_computes_of_a_prompt() -> None:
     assert names.all() == ours
 
 
-def test_blocks_have_the_images_that_are_in_them_in_their_names() -> None:
-    """Six tokens of text, an image that vLLM gives five tokens, and one token of text."""
-    mark, text = 9, [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize("num_text", [6, 4, 0])
+def test_blocks_have_the_images_that_are_in_them_in_their_names(num_text: int) -> None:
+    """Some tokens of text, an image that vLLM gives five tokens, and text to the border of a block.
+    The image begins within a block, or at its border."""
+    mark, text = 9, [1, 2, 3, 4, 5, 6][:num_text]
     model = dataclasses.replace(served_model(), images=ImageRules(mark))
     request = replace(request_of(), token_ids=(*text, mark, 7), images=(b"cat", b"dog"))
     asked = hash_request(request, model)
     salt = salt_of(asked.hash_root)
 
     def names_of(image: bytes) -> tuple[bytes, ...]:
-        tokens = [*text, *[mark] * 5, 7]
-        keys = [[salt], [["mm", image_digest(image), 2]], [[image_digest(image), -2]]]
-        (event,) = apply(PrefixNames(), stored([b"a", b"b", b"c"], None, tokens, extra_keys=keys))
+        tokens = [*text, *[mark] * 5, 7, 7, 7][: 12 if num_text else 8]
+        keys: list[list[Any]] = [[] for _ in range(len(tokens) // 4)]
+        for number in range(num_text // 4, (num_text + 4) // 4 + 1):
+            key = [image_digest(image), num_text - 4 * number]
+            keys[number].append(["mm", *key] if number == 1 else key)  # as 0.32, or as later ones
+        keys[0].append(salt)
+        hashes = [b"a", b"b", b"c"][: len(keys)]
+        (event,) = apply(PrefixNames(), stored(hashes, None, tokens, extra_keys=keys))
         return event.block_hashes
 
     cat, dog = names_of(b"cat"), names_of(b"dog")
-    assert asked.block_hashes == cat[:2] and len({*cat, *dog}) == 5
+    assert asked.block_hashes == cat[: num_text // 4 + 1]
+    assert len({*cat, *dog}) == 2 * len(cat) - num_text // 4
     moved = append_tokens(asked, [1] * 20, 4)
-    assert moved.block_hashes == asked.block_hashes and len(moved.token_ids) == 28
+    assert moved.block_hashes == asked.block_hashes and len(moved.token_ids) == num_text + 22
 
 
 @pytest.mark.parametrize(
@@ -196,6 +204,7 @@ def test_log_probabilities_have_the_token_apart_from_the_most_likely() -> None:
         EngineConfig(speculative_config=SpeculativeConfig(method="ngram")),
         EngineConfig(quantization="packed"),
         EngineConfig(engine_args={"model": "other"}),
+        EngineConfig(engine_args={"data_parallel_size": 2}),
     ],
 )
 def test_settings_without_effect_are_refused(engine: EngineConfig) -> None:

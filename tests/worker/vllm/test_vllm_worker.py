@@ -22,7 +22,7 @@ from disagg.blocks import hash_root
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
+from disagg.messages import GenerateRequest, Pooling, SamplingParams, Start, TokenDelta
 from disagg.worker.check import check_tier
 from disagg.worker.vllm import tickets, worker
 from disagg.worker.vllm.engine import EnginePrompt, EngineStep
@@ -37,6 +37,7 @@ from tests.worker.vllm.fake_vllm import (
     answer,
     embedding,
     expanded,
+    score,
 )
 
 NUM_NEW = 12
@@ -334,6 +335,20 @@ async def test_embeddings_are_those_of_vllm(model: Path) -> None:
         found = [each["embedding"] for each in reply.json()["data"]]
         assert found == [array("f", embedding(tuple(text))).tolist() for text in texts]
         assert {len(each.token_ids) for each in _seen(it)} == {20, 30}
+
+
+async def test_scores_are_those_of_vllms_head(model: Path) -> None:
+    async with fleet(model, num_prefill=0, runner="pooling", convert="classify") as it:
+        for more, head in (({}, "score"), ({"use_activation": False}, "logit")):
+            body = {"model": "tiny", "text_1": "what?", "text_2": ["this", "that"], **more}
+            reply = await it.client.post("/v1/score", json=body)
+            assert reply.status_code == 200, reply.text
+            asked = _seen(it)[-2:]
+            assert [each.pooling for each in asked] == [Pooling(head=head)] * 2  # type: ignore[arg-type]
+            scores = sorted(array("f", score(each.token_ids))[0] for each in asked)
+            assert sorted(each["score"] for each in reply.json()["data"]) == scores
+        reply = await it.client.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
+        assert "cannot compute embeddings" in reply.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
