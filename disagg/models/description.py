@@ -501,7 +501,13 @@ class ForeignModel(ModelDescription):
             return ModelPooling(has_head=True)
         if self._engine_args.get("runner") == "pooling":
             return ModelPooling(embedding_size=self._stated("hidden_size"))
-        return super().pooling
+        found = super().pooling
+        if found.why_not:
+            return ModelPooling(
+                why_not="its vLLM was started for answers; start it with"
+                ' --engine-args \'{"runner": "pooling"}\'.'
+            )
+        return found
 
     @property
     def image_token_id(self) -> int | None:

@@ -120,6 +120,7 @@ def test_files_say_what_is_pooled(
             "cross-encoder",
         ),
         ({}, {"classifier_from_token": ["no", "yes"]}, ModelPooling(scores=("yes", "no"))),
+        ({}, {}, "started for answers"),
     ],
 )
 def test_engine_args_say_what_vllm_pools(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from disagg import local
 from disagg.blocks import hash_root
-from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.config import CascadeConfig, EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Pooling, SamplingParams, Start, TokenDelta
@@ -337,13 +337,40 @@ async def test_embeddings_are_those_of_vllm(model: Path) -> None:
         assert {len(each.token_ids) for each in _seen(it)} == {20, 30}
 
 
+@pytest.mark.parametrize(("threshold", "answers"), [(-2.0, "small"), (-0.5, "large")])
+async def test_a_cascade_begins_on_vllm_and_goes_on_with_our_engine(
+    model: Path, threshold: float, answers: str
+) -> None:
+    """The tokens of the small model have a log-probability of -1."""
+    engines = {
+        "small": EngineConfig(backend="vllm", block_size=BLOCK_SIZE, max_model_len=256),
+        "large": EngineConfig(num_threads=1, num_gpu_blocks_override=64, max_model_len=256),
+    }
+    none = PoolConfig(num_replicas=0)
+    tiers = tuple(
+        TierConfig(model=str(model), served_model_name=name, engine=engine, prefill=none)
+        for name, engine in engines.items()
+    )
+    judged = CascadeConfig(thresholds=(threshold,), num_judged_tokens=4)
+    config = ServeConfig(tiers=tiers, cluster_key="key", transport="local", cascade=judged)
+    async with local.running(config) as cluster:
+        app = httpx.ASGITransport(cluster.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+            body = {"prompt": prompt_of(60), "max_tokens": NUM_NEW, "temperature": 0, **IDS}
+            auto, alone = [
+                (await client.post("/v1/completions", json={**body, "model": name})).json()
+                for name in ("auto", answers)
+            ]
+            assert (auto["model"], auto["choices"]) == (answers, alone["choices"])
+
+
 async def test_scores_are_those_of_vllms_head(model: Path) -> None:
     async with fleet(model, num_prefill=0, runner="pooling", convert="classify") as it:
         for more, head in (({}, "score"), ({"use_activation": False}, "logit")):
             body = {"model": "tiny", "text_1": "what?", "text_2": ["this", "that"], **more}
             reply = await it.client.post("/v1/score", json=body)
             assert reply.status_code == 200, reply.text
-            asked = _seen(it)[-2:]
+            asked = it.engine(0).seen[-2:]
             assert [each.pooling for each in asked] == [Pooling(head=head)] * 2  # type: ignore[arg-type]
             scores = sorted(array("f", score(each.token_ids))[0] for each in asked)
             assert sorted(each["score"] for each in reply.json()["data"]) == scores
