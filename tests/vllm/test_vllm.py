@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
 import random
 from collections.abc import AsyncIterator, Callable
@@ -173,8 +174,11 @@ def write_unpacked(directory: Path) -> str:
 
     assert fetch("smollm2", lambda event, message, **fields: None, lambda: False)
     file = cached_file("smollm2")
+    files = GgufFiles(file)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (directory / name).write_text(GgufFiles(file).read(name) or "")
+        (directory / name).write_text(files.read(name) or "")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     tensors = {}
     for name, stored in describe_model(file).tensors.items():
         values = read_values(cast("GgufStored", stored), ())
