@@ -54,12 +54,12 @@ class ImageData(msgspec.Struct, tag="base64"):
     data: str
 
 
-class RemoteImage(msgspec.Struct, tag="url"):
+class ImageSource(msgspec.Struct, tag="url"):
     url: str
 
 
 class ImageBlock(msgspec.Struct, tag="image"):
-    source: ImageData | RemoteImage
+    source: ImageData | ImageSource
 
 
 class ToolUse(msgspec.Struct, tag="tool_use"):
