@@ -172,7 +172,7 @@ def main() -> None:
     asked = parser.parse_args()
     questions = [*prompt_lines(asked.prompts, Question, "prompts", LABEL_HINT)]
     if asked.tiny:
-        questions = questions[60::30]
+        questions, asked.deferrals = questions[60::60], [0.0, 0.9]
     small, large = Model(SMALL), Model(LARGE)
     both = Model(LARGE, DRAFTS)
     both.times = large.times

@@ -62,7 +62,7 @@ SIZES = (1, 8, 32, 256)
 TO_ITSELF = '{"method": "draft_model", "model": "smollm2", "quantization": "int4"}'
 CASES: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("demo-large", '{"method": "draft_model", "model": "demo-small"}', SIZES),
-    ("demo-large", '{"method": "early_exit", "exit_layer": 2}', (1,)),
+    ("demo-large", '{"method": "early_exit", "exit_layer": 2}', SIZES),
     ("smollm2", TO_ITSELF, (1,)),
 )
 SCHEMA = {

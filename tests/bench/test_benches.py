@@ -38,6 +38,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 def test_named_benches_run_one_after_another() -> None:
     names = [
         "attention_cut",
+        "cascade",
         "cold_start",
         "formats",
         "host_step",
@@ -49,6 +50,8 @@ def test_named_benches_run_one_after_another() -> None:
     assert list(results) == names
     cuts = results["attention_cut"]["rows"]
     assert all(row["longest"] <= most for row, most in zip(cuts, LONGEST, strict=True)), cuts
+    costs = {row["way"]: row["tokens x parameters"] for row in results["cascade"]["rows"]}
+    assert costs["small"] < costs["large"] == 100 < costs["deferral 0"]
     (start,) = results["cold_start"]["rows"]
     phases = [seconds for name, seconds in start.items() if name.endswith(" s")]
     assert min(phases) > 0 and max(phases) == start["decision to first token s"]
