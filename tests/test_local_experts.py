@@ -1,8 +1,8 @@
 """Experts, sinks, latents and other norms in the whole system: the text is that of transformers.
 
 Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted. One
-model has latents, one windows in some layers, one sinks, and one recurrent states; others are
-compared in `tests/models`.
+model has latents and an index of them, one windows in some layers, one sinks, and one recurrent
+states; others are compared in `tests/models`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ DELTA_NETS = {
     "rms_norm_eps": 1e-3,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v3": (
-        "DeepseekV3",
+    "deepseek-v3.2": (
+        "DeepseekV32",
         {
             "num_key_value_heads": 4,
             "q_lora_rank": 24,
@@ -62,6 +62,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 1,
+            "index_topk": 48,
+            "index_head_dim": 20,
+            "index_n_heads": 12,
         },
     ),
     "gemma3": ("Gemma3", {"sliding_window": 30, "sliding_window_pattern": 2}),
@@ -86,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("Qwen3_5", DELTA_NETS),
 }
-EACH_RUN = ["deepseek-v3", "gemma3", "gpt-oss", "qwen3.5"]
+EACH_RUN = ["deepseek-v3.2", "gemma3", "gpt-oss", "qwen3.5"]
 SHARED = "A preamble of several blocks that all of these prompts begin with. " * 3
 PROMPTS = [SHARED + end for end in ("The first.", "The second one!", "3", "And a fourth?")]
 NUM_TOKENS = 40
@@ -181,7 +184,7 @@ async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
     model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
     # 12 that all share and 5 each for two of the four; with windows or states, a little more.
-    num_blocks = {"deepseek-v3": 24}.get(name, 32)
+    num_blocks = {"deepseek-v3.2": 24}.get(name, 32)
     tier = TierConfig(model=str(model), engine=_engine(num_blocks), ttft_slo_s=None)
     config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
     async with _completing(config, name) as (running, ask):

@@ -51,13 +51,18 @@ class GroupBatches:
         if self.tables is None:
             return
         num_groups = len(self.batches)
-        num_tokens, num_seqs = batch.slots.shape[0], batch.context_lens.shape[0]
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.slots.device)
-        rows = torch.searchsorted(batch.query_start[1:], tokens, right=True)
-        rows.clamp_(max=num_seqs - 1)
+        rows = sequences_of_tokens(batch)
         if batch.table_rows is not None:
             rows = batch.table_rows.index_select(0, rows)
         columns = batch.positions.div(self.block_size, rounding_mode="floor")
         blocks = self.tables.transpose(0, 1)[:num_groups, rows, columns].long()
         slots = blocks * self.block_size + batch.positions % self.block_size
         self.slots.copy_(slots.masked_fill_(batch.slots < 0, -1))
+
+
+def sequences_of_tokens(batch: PagedBatch) -> Tensor:
+    """int64 [num_tokens]: the sequence of each token, and the last one for those of none."""
+    num_tokens, num_seqs = batch.slots.shape[0], batch.context_lens.shape[0]
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.slots.device)
+    sequences = torch.searchsorted(batch.query_start[1:], tokens, right=True)
+    return sequences.clamp_(max=num_seqs - 1)

@@ -26,15 +26,45 @@ StepRows: TypeAlias = Any  # an implementation's plan of which rows have which L
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """How a model makes the scores of its attention from products of queries and keys.
+class TokenIndex:
+    """The index by which each query chooses the tokens whose latents it attends to.
 
-    scale: products are multiplied by this; None: head_dim^-0.5.
+    num_chosen: most tokens of a query. It attends to all that it sees if these are not more.
+    key_dim: the last values of a cached vector, which are the token's key in the index.
+    """
+
+    num_chosen: int
+    key_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQueries:
+    """What a layer asks its index, for each token of a step.
+
+    A token's score is the sum over the heads of the index of weight * max(0, query * key), as
+    DeepSeek-V3.2 computes it. The tokens with the largest scores are chosen: of equal scores the
+    earlier tokens, and a score that is NaN counts as infinity.
+
+    queries: [num_tokens, num_heads, key_dim].
+    weights: float32 [num_tokens, num_heads].
+    """
+
+    queries: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a model makes the scores of its attention, and of which tokens.
+
+    scale: products of queries and keys are multiplied by this; None: head_dim^-0.5.
     cap: scores become cap * tanh(score / cap); None: they are not capped.
+    index: chooses the tokens of latent attention; None: a query attends to all that it sees.
     """
 
     scale: float | None = None
     cap: float | None = None
+    index: TokenIndex | None = None
 
 
 PLAIN_SCORES = Scores()
@@ -258,11 +288,17 @@ class Ops(Protocol):
         paging: Paging,
         value_dim: int,
         scale: float,
+        asked: IndexQueries | None = None,
     ) -> Tensor:
         """As `attention`, for a slab with one vector per token, to which all query heads attend.
 
         `heads` is [num_tokens, num_heads + 1, head_dim]: the queries, and the vector that is
         stored, whose first `value_dim` values are also the value. `scale` is the softmax scale.
+
+        If `Scores` have an index, the last `key_dim` values of the vector are no part of the key,
+        and those of queries are not read. `asked` chooses the tokens of each query; without it,
+        each attends to those that the last layer with `asked` has chosen.
+
         Returns [num_tokens, num_heads, value_dim], whose heads need not be adjacent in memory.
         """
         ...

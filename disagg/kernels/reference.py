@@ -15,7 +15,7 @@ from torch import Tensor
 from disagg.kernels.activation import Activation
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
-from disagg.kernels.ops import Experts
+from disagg.kernels.ops import Experts, IndexQueries
 from disagg.kernels.packed_matrix import LARGEST, PackedMatrix
 
 SMALLEST_PEAK = 1e-30  # so that the scale of a vector of zeros is not 0
@@ -215,6 +215,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    chosen: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Attend causally, one sequence after the other, to keys and values in the cache.
 
@@ -227,6 +228,7 @@ def paged_attention(
         sinks: [num_heads], a logit in each head's softmax that has no value.
         scale: softmax scale; None: head_dim^-0.5.
         cap: scores become cap * tanh(score / cap); None: they stay.
+        chosen: the result of `choose_tokens` for each sequence; None: each query attends to all.
 
     Returns:
         [num_tokens, num_heads, head_dim]. Latents are keys and values, so results are as wide.
@@ -249,6 +251,8 @@ def paged_attention(
         key = torch.arange(length, device=q.device)
         query = key[length - own.shape[0] :, None]
         hidden = (key > query) | (key <= query - (window or length))
+        if chosen is not None:
+            hidden |= ~chosen[row]
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -257,6 +261,22 @@ def paged_attention(
             weights = scores.softmax(-1)
         parts.append(torch.einsum("hqk,hkd->qhd", weights, values))
     return torch.cat(parts).to(q.dtype)
+
+
+def choose_tokens(asked: IndexQueries, keys: Tensor, num_chosen: int) -> Tensor:
+    """Whether each query of a sequence has chosen each token: [num_queries, num_keys].
+
+    Args:
+        asked: by the last tokens of the sequence.
+        keys: [num_keys, key_dim].
+    """
+    products = torch.einsum("qhd,kd->qhk", asked.queries.float(), keys.float()).relu()
+    scores = torch.einsum("qh,qhk->qk", asked.weights, products)
+    scores = scores.where(~scores.isnan(), torch.inf)
+    place = torch.arange(len(keys), device=keys.device)
+    hidden = place > place[len(keys) - len(scores) :, None]
+    ordered = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices
+    return torch.zeros_like(hidden).scatter(1, ordered[:, :num_chosen], True) & ~hidden
 
 
 def packed_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
 from disagg.kernels.cpu.step import CpuStep, DenseLayer, DenseModel, cpu_step
 from disagg.kernels.dispatch import Quantization, ops_for
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import Ops, Paging, Scores, Weight
+from disagg.kernels.ops import Ops, Paging, Scores, TokenIndex, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.adapter_weights import Adapt, AdapterTables, StepAdapters
 from disagg.models.batch import Batch
@@ -244,7 +244,7 @@ class Decoder:
         if adapted is not None:
             adapted.adding(index, "qkv")(projected, normed)
         if layer.latent is not None:
-            return layer.latent(ops, projected, rotation.rows, kv_cache, index, paging)
+            return layer.latent(ops, normed, projected, rotation.rows, kv_cache, index, paging)
         if layer.delta_net is not None:
             return layer.delta_net(ops, normed, projected, kv_cache, index, paging)
         gates = None
@@ -497,8 +497,10 @@ def load_model(
 
 
 def scores_of(config: ModelConfig) -> Scores:
-    """How attention makes its scores, except with latents."""
-    return Scores(config.score_scale, config.score_cap)
+    """How attention makes its scores (with latents, their scale is that of `LatentConfig`)."""
+    index = None if config.latent is None else config.latent.index
+    found = None if index is None else TokenIndex(index.num_chosen, index.head_dim)
+    return Scores(config.score_scale, config.score_cap, found)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,8 @@ def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
 
 def dense_layers(fields: Fields, names: ExpertNames) -> frozenset[int]:
     """The layers without experts. Raises `ModelError`."""
-    if names.layer_kinds:
+    is_named = fields.raw.get(names.layer_kinds) is not None or not names.first_dense
+    if names.layer_kinds and is_named:
         return _dense_of(fields, names.layer_kinds)
     if names.first_dense:
         num_layers, first = fields.size("num_hidden_layers"), fields.raw[names.first_dense]

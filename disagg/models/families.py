@@ -122,6 +122,30 @@ _DEEPSEEK_EXPERTS = ExpertNames(
 _DEEPSEEK_V3_EXPERTS = replace(
     _DEEPSEEK_EXPERTS, scoring="sigmoid", score_bias="mlp.gate.e_score_correction_bias"
 )
+_DEEPSEEK_V32 = Family(
+    model_type="deepseek_v32",
+    defaults={
+        **_DEEPSEEK,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 163840,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    is_latent=True,
+    index_rotation="halves",
+    rope_kinds=("default", "yarn"),
+    experts=replace(_DEEPSEEK_V3_EXPERTS, layer_kinds="mlp_layer_types"),
+)
 _GEMMA: Json = {
     **{key: value for key, value in _EVERY.items() if key != "hidden_act"},
     "head_dim": 256,
@@ -330,6 +354,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             is_latent=True,
             rope_kinds=("default", "yarn"),
             experts=_DEEPSEEK_V3_EXPERTS,
+        ),
+        "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+        "GlmMoeDsaForCausalLM": replace(
+            _DEEPSEEK_V32,
+            model_type="glm_moe_dsa",
+            defaults={
+                **_DEEPSEEK_V32.defaults,
+                "q_lora_rank": 2048,
+                "num_key_value_heads": 64,
+                "max_position_embeddings": 202752,
+                "rms_norm_eps": 1e-5,
+                "n_group": 1,
+                "topk_group": 1,
+                "index_n_heads": 32,
+                "indexer_types": None,
+                "index_topk_pattern": None,
+                "index_topk_freq": 1,
+                "index_skip_topk_offset": 2,
+            },
+            index_rotation="pairs",
         ),
         "Glm4MoeForCausalLM": Family(
             model_type="glm4_moe",
@@ -613,13 +657,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 # Known architectures that are not supported, and the missing features.
-_MLA = "multi-head latent attention (MLA)"
 _IMAGES = "images"
 _STATES = "layers with a recurrent state instead of KV"
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
-        "DeepseekV32ForCausalLM": f"sparse {_MLA}",
-        "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
         "Glm4vMoeForConditionalGeneration": _IMAGES,
         "Gemma3nForConditionalGeneration": "layers that share KV, and embeddings of layers",
         "KimiK25ForConditionalGeneration": _IMAGES,

@@ -41,8 +41,8 @@ class ExpertNames:
         num_shared: key for the number of experts that all tokens go through; they have the same
             size and are stored as one.
         first_dense: key for the number of first layers, which have no experts.
-        layer_kinds: key for a list that calls each layer dense or sparse; without the list, only
-            the first layer is dense.
+        layer_kinds: key for a list that calls each layer dense or sparse; without the list,
+            `first_dense` counts, or else only the first layer is dense.
     """
 
     num_experts: tuple[str, ...]
@@ -97,6 +97,9 @@ class Family:
         sinks: whether each query head has a logit that takes part in its softmax and has no value.
         experts: the names of its experts; None: it has no experts.
         is_latent: whether it has multi-head latent attention.
+        index_rotation: whether an index chooses the tokens that its queries attend to, and if so,
+            whether RoPE rotates neighbouring values ("pairs") of the index's queries and keys, or
+            value i of the first half together with value i of the second half ("halves").
         norms: where the norms of a layer are: before attention and MLP, after both, or around both,
             with Gemma's or with GLM's names.
         norms_less_one: whether a checkpoint has the weights of norms minus one. They are then kept
@@ -128,6 +131,7 @@ class Family:
     sinks: bool = False
     experts: ExpertNames | None = None
     is_latent: bool = False
+    index_rotation: Literal["", "pairs", "halves"] = ""
     also_called: tuple[str, ...] = ()
     norms: Norms = "before"
     norms_less_one: bool = False

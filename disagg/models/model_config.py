@@ -7,6 +7,7 @@ and no batches.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,31 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MOST_LAYERS = 10_000  # each layer is described before its weights are known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _MIXED_TYPES = ("linear_attention", "full_attention")
+_INDEX_TYPES = ("full", "shared")
 _SCALAR = "query_pre_attn_scalar"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """Settings of the index by which a query chooses the tokens that it attends to.
+
+    DeepSeek-V3.2 calls it lightning indexer, and what uses it sparse attention.
+
+    Attributes:
+        num_heads: heads of its queries (`index_n_heads`), which share one key for each token.
+        head_dim: values of a query and of a key (`index_head_dim`). The first `rope_dim` of them
+            have rotary positions.
+        num_chosen: most tokens that a query attends to (`index_topk`).
+        is_interleaved: as in `LatentConfig`.
+        sharing_layers: layers without an index: their queries attend to the tokens that those of
+            the layer before have chosen.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    is_interleaved: bool
+    sharing_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +68,7 @@ class LatentConfig:
         scale: scores are multiplied by this before the softmax.
         is_interleaved: whether RoPE rotates pairs of neighbouring values. If not, it rotates value
             i of the first half together with value i of the second half.
+        index: by which a query chooses the tokens that it attends to; None: it attends to all.
     """
 
     rank: int
@@ -52,6 +78,7 @@ class LatentConfig:
     value_dim: int
     scale: float
     is_interleaved: bool
+    index: IndexConfig | None = None
 
     @property
     def query_dim(self) -> int:
@@ -59,9 +86,17 @@ class LatentConfig:
         return self.nope_dim + self.rope_dim
 
     @property
-    def cached_dim(self) -> int:
-        """The number of values that the cache keeps for each token in each layer."""
+    def key_dim(self) -> int:
+        """The number of values that are the key of all heads: a latent, and a rotated key."""
         return self.rank + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """The number of values that the cache keeps for each token in each layer.
+
+        The key of the index lies behind that of the heads.
+        """
+        return self.key_dim + (0 if self.index is None else self.index.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,15 +368,71 @@ def _latent(fields: Fields, rope: RopeConfig, family: Family) -> LatentConfig:
     is_interleaved = True
     if "rope_interleave" in family.defaults:  # otherwise they always are
         is_interleaved = raw["rope_interleave"] is not None and fields.flag("rope_interleave")
+    query_rank = fields.optional_size("q_lora_rank")
+    if family.index_rotation and query_rank is None:
+        raise fields.wrong("q_lora_rank must be set: the queries of the index are made from it")
     return LatentConfig(
         rank=fields.size("kv_lora_rank"),
-        query_rank=fields.optional_size("q_lora_rank"),
+        query_rank=query_rank,
         rope_dim=rope_dim,
         nope_dim=nope_dim,
         value_dim=fields.size("v_head_dim"),
         scale=rope.score_factor * (nope_dim + rope_dim) ** -0.5,
         is_interleaved=is_interleaved,
+        index=_index(fields, family, rope_dim) if family.index_rotation else None,
     )
+
+
+def _index(fields: Fields, family: Family, rope_dim: int) -> IndexConfig:
+    """Read the settings. Raises `ModelError` if one is missing, wrong or not supported."""
+    head_dim = fields.size("index_head_dim")
+    if head_dim % 2 or head_dim < rope_dim:
+        raise fields.wrong(
+            f"index_head_dim must be even and at least qk_rope_head_dim, {rope_dim}, not {head_dim}"
+        )
+    is_interleaved = family.index_rotation == "pairs"
+    if fields.raw.get("indexer_rope_interleave", is_interleaved) is not is_interleaved:
+        raise fields.wrong(
+            "indexer_rope_interleave must be"
+            f" {json.dumps(is_interleaved)} for this family, as in transformers; remove it"
+        )
+    sharing = _sharing_layers(fields) if "indexer_types" in family.defaults else ()
+    return IndexConfig(
+        num_heads=fields.size("index_n_heads"),
+        head_dim=head_dim,
+        num_chosen=fields.size("index_topk"),
+        is_interleaved=is_interleaved,
+        sharing_layers=frozenset(sharing),
+    )
+
+
+def _sharing_layers(fields: Fields) -> list[int]:
+    """The layers that have no index of their own. Raises `ModelError`.
+
+    A list names them, or a pattern of letters, or each `index_topk_freq`-th layer has one.
+    """
+    num_layers, kinds = fields.size("num_hidden_layers"), fields.raw["indexer_types"]
+    pattern = fields.raw["index_topk_pattern"]
+    if kinds is None and isinstance(pattern, str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif kinds is None and pattern is not None:
+        kinds = pattern
+    elif kinds is None:
+        every, offset = fields.raw["index_topk_freq"], fields.raw["index_skip_topk_offset"]
+        if type(every) is not int or type(offset) is not int:
+            raise fields.wrong("index_topk_freq and index_skip_topk_offset must be whole numbers")
+        every = max(every, 1)
+        kinds = [
+            "full" if max(layer - offset + 1, 0) % every == 0 else "shared"
+            for layer in range(num_layers)
+        ]
+    _check_kinds(fields, kinds, num_layers, _INDEX_TYPES, key="indexer_types")
+    if kinds[0] == "shared":
+        raise fields.wrong(
+            "indexer_types (or index_topk_pattern) must call the first layer full, since no layer"
+            " before it has chosen tokens"
+        )
+    return [layer for layer, kind in enumerate(kinds) if kind == "shared"]
 
 
 def _delta_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -529,6 +620,9 @@ def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | N
         return (None,) * num_layers
     is_stated = family.windows == "stated"
     kinds = fields.raw.get("layer_types")
+    if family.index_rotation and kinds is not None:
+        _check_kinds(fields, kinds, num_layers, ("indexed_attention",))
+        kinds = None
     has_switch = "use_sliding_window" in family.defaults
     is_on = not has_switch or fields.flag("use_sliding_window")
     # Qwen's classes write 0 if the switch is off.
@@ -569,12 +663,14 @@ def _windows_of(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _check_kinds(fields: Fields, kinds: Any, num_layers: int, known: tuple[str, ...]) -> None:
+def _check_kinds(
+    fields: Fields, kinds: Any, num_layers: int, known: tuple[str, ...], key: str = "layer_types"
+) -> None:
     if not isinstance(kinds, list):
-        raise fields.wrong(f"layer_types must be a list, not {kinds!r}")
+        raise fields.wrong(f"{key} must be a list, not {kinds!r}")
     unknown = sorted({str(kind) for kind in kinds if kind not in known})
     if unknown or len(kinds) != num_layers:
         raise fields.wrong(
-            f"layer_types must name {num_layers} layers as {' or '.join(known)}; found "
+            f"{key} must name {num_layers} layers as {' or '.join(known)}; found "
             f"{len(kinds)} with {', '.join(unknown) or 'nothing else'}"
         )

@@ -20,7 +20,7 @@ from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
 from disagg.models.family import ExpertNames, Norms
 from disagg.models.gguf_model import GgufStored
-from disagg.models.model_config import LatentConfig, ModelConfig
+from disagg.models.model_config import IndexConfig, LatentConfig, ModelConfig
 from disagg.models.quantized import QuantizedStored
 from disagg.models.share import WHOLE, Share
 
@@ -93,7 +93,7 @@ def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields
     if layer in config.delta_layers:
         mixer = _delta_net(config, f"{prefix}.linear_attn")
     else:
-        mixer = _attention(config, f"{prefix}.self_attn")
+        mixer = _attention(config, layer, f"{prefix}.self_attn")
     parts = {**_norms(config, prefix), **mixer}
     experts = config.experts_in(layer)
     if experts is None:
@@ -296,9 +296,12 @@ def _rows(
     return parts
 
 
-def _attention(config: ModelConfig, prefix: str) -> Fields:
+def _attention(config: ModelConfig, layer: int, prefix: str) -> Fields:
     if config.latent is not None:
-        return _latent_attention(config, config.latent, prefix)
+        parts, index = _latent_attention(config, config.latent, prefix), config.latent.index
+        if index is None or layer in index.sharing_layers:
+            return parts
+        return parts | _index(config, index, parts, prefix)
     hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     heads, kv_heads = (Cut(of, 0, config.head_dim) for of in ("heads", "KV heads"))
@@ -381,7 +384,7 @@ def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) ->
     q_size, output_size = num_heads * latent.query_dim, num_heads * latent.value_dim
     output = Cut("heads", 1, latent.value_dim)
     kv_b = Part(f"{prefix}.kv_b_proj.weight", (num_heads * of_head, latent.rank))
-    cached = Part(f"{prefix}.kv_a_proj_with_mqa.weight", (latent.cached_dim, hidden))
+    cached = Part(f"{prefix}.kv_a_proj_with_mqa.weight", (latent.key_dim, hidden))
     parts = {
         "kv_a_norm": [Part(f"{prefix}.kv_a_layernorm.weight", (latent.rank,))],
         "kv_b": [replace(kv_b, cut=Cut("heads", 0, of_head))],
@@ -395,6 +398,23 @@ def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) ->
         "qkv": [q_a, cached],
         "q_a_norm": [Part(f"{prefix}.q_a_layernorm.weight", (latent.query_rank,))],
         "q_b": [Part(f"{prefix}.q_b_proj.weight", (q_size, latent.query_rank), cut=query)],
+    }
+
+
+def _index(config: ModelConfig, index: IndexConfig, parts: Fields, prefix: str) -> Fields:
+    """The index of a layer with latents `parts`. Its keys and queries are made together with those
+    of the heads. Every rank has the whole index, since all heads attend to the same tokens."""
+    query_rank, own = parts["q_b"][0].shape[1], f"{prefix}.indexer"
+    q_size, hidden = index.num_heads * index.head_dim, config.hidden_size
+    norm = (index.head_dim,)
+    return {
+        "qkv": [*parts["qkv"], Part(f"{own}.wk.weight", (index.head_dim, hidden))],
+        "q_b": [*parts["q_b"], Part(f"{own}.wq_b.weight", (q_size, query_rank))],
+        "index_norm": [Part(f"{own}.k_norm.weight", norm)],
+        "index_norm_bias": [Part(f"{own}.k_norm.bias", norm)],
+        "index_weights": [
+            Part(f"{own}.weights_proj.weight", (index.num_heads, hidden), is_exact=True)
+        ],
     }
 
 

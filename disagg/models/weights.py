@@ -46,7 +46,7 @@ class LayerWeights:
     """
 
     # [(num_heads + 2 * num_kv_heads) * head_dim, hidden], and num_heads * head_dim rows for gates;
-    # latent: [q | q_a, kv_a]; delta net: [q, k, v, gates]
+    # latent: [q | q_a, kv_a, key of the index]; delta net: [q, k, v, gates]
     qkv: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim], or of all heads [num_heads * head_dim]
@@ -63,9 +63,12 @@ class LayerWeights:
     down_norm: Tensor | None = None  # [hidden]: after the MLP
     sinks: Tensor | None = None  # [num_heads]
     q_a_norm: Tensor | None = None  # [query_rank] of latent attention
-    q_b: Matrix | None = None  # [num_heads * query_dim, query_rank]
+    q_b: Matrix | None = None  # [num_heads * query_dim, query_rank], then queries of the index
     kv_a_norm: Tensor | None = None  # [rank]
     kv_b: Tensor | None = None  # [num_heads * (nope_dim + value_dim), rank]
+    index_norm: Tensor | None = None  # [head_dim] of `IndexConfig`
+    index_norm_bias: Tensor | None = None
+    index_weights: Tensor | None = None  # float32 [num_heads of `IndexConfig`, hidden]
     delta_gates: Tensor | None = None  # [2 * num_heads of `DeltaHeads`, hidden]: beta, decay
     taps: Tensor | None = None  # [channels, taps]
     decay_rate: Tensor | None = None  # float32 [num_heads], its logarithm

@@ -35,7 +35,7 @@ from disagg.kv_groups import LayerGroups, group_layers
 from disagg.models import decoder as decoder_module
 from disagg.models.adapter_weights import AdapterTables
 from disagg.models.batch import Batch
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import Decoder, scores_of
 from disagg.models.kept_states import KeptStates
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE
@@ -43,7 +43,7 @@ from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence
 from tests.models.checkpoints import write_checkpoint
-from tests.models.paging import SMALL, SMALL_HYBRID, SMALL_LATENT, Tokens, make_batch, new_slab
+from tests.models.paging import SMALL, SMALL_HYBRID, SMALL_SPARSE, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -207,12 +207,15 @@ class _Mixed(NamedTuple):
     values: Tensor  # of the slab before any step
 
 
-@pytest.fixture(scope="module", params=[ONE_KV_HEAD, SMALL_LATENT], ids=["heads", "latents"])
+@pytest.fixture(scope="module", params=[ONE_KV_HEAD, SMALL_SPARSE], ids=["heads", "latents"])
 def mixed(request: pytest.FixtureRequest) -> _Mixed:
     """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
     config = dataclasses.replace(request.param, max_model_len=512)
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=2)
-    decoder, plain = Decoder(config, weights, TritonOps(3, 4)), Decoder(config, weights)
+    decoder, plain = (
+        Decoder(config, weights, TritonOps(3, 4, scores=scores_of(config))),
+        Decoder(config, weights),
+    )
     slab = new_slab(config, 128, BLOCK_SIZE, torch.float32)
     order = torch.randperm(128, generator=torch.Generator().manual_seed(3)).tolist()
     sequences = []

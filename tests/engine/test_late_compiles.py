@@ -30,11 +30,11 @@ from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import SamplingParams
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import Decoder, scores_of
 from disagg.models.model_config import ModelConfig
 from disagg.worker.first_steps import first_steps
 from tests.engine.workload import new_sequence
-from tests.models.paging import SMALL, SMALL_LATENT
+from tests.models.paging import SMALL, SMALL_SPARSE
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, MAX_TOKENS, MAX_MODEL_LEN = 64, 200, 24, 512, 2048
@@ -100,7 +100,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def _engine(config: ModelConfig, format: str, *, has_graphs: bool, has_drafts: bool) -> Engine:
     """As `build_engine` makes it on a GPU."""
-    ops = TritonOps(config.num_heads, 132, dtype=torch.bfloat16)
+    scores = scores_of(config)
+    ops = TritonOps(config.num_heads, 132, dtype=torch.bfloat16, scores=scores)
     decoder = Decoder(config, random_weights(config, torch.bfloat16, CPU, seed=2), ops)
     shape = KVShape.from_model(config, "random", BLOCK_SIZE, FORMATS[format])
     runner = ModelRunner(decoder, KVCache(shape, NUM_BLOCKS, CPU), max_num_seqs=MAX_NUM_SEQS)
@@ -119,6 +120,11 @@ def _engine(config: ModelConfig, format: str, *, has_graphs: bool, has_drafts: b
     return Engine(scheduler, runner, launcher=runner)
 
 
+assert SMALL_SPARSE.latent is not None and SMALL_SPARSE.latent.index is not None
+_INDEX = dataclasses.replace(SMALL_SPARSE.latent.index, num_chosen=700)
+CHOOSING = dataclasses.replace(  # in longer contexts, whose pieces are then merged
+    SMALL_SPARSE, latent=dataclasses.replace(SMALL_SPARSE.latent, index=_INDEX)
+)
 HEADS = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=1, num_layers=2)
 
 
@@ -127,7 +133,8 @@ HEADS = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=1, num_layers=2)
     [
         pytest.param(HEADS, "bfloat16", False, False, id="no graphs"),
         pytest.param(HEADS, "int8", True, True, id="drafts"),
-        pytest.param(SMALL_LATENT, "bfloat16", True, False, id="latents"),
+        pytest.param(CHOOSING, "bfloat16", False, False, id="latents, no graphs"),
+        pytest.param(CHOOSING, "bfloat16", True, False, id="latents"),
     ],
 )
 def test_requests_need_no_kernel_that_is_not_compiled(

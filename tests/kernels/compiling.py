@@ -21,6 +21,7 @@ from disagg.kernels.gpu import (
     norm_rope,
     paged_attention,
     rms_norm,
+    token_index,
 )
 from disagg.kernels.gpu.attention_work import ENDLESS, KEY_TILE, MIN_SPLIT_KEYS
 from disagg.kernels.gpu.latent_group import latent_group
@@ -39,7 +40,7 @@ SHARED_NBYTES = {
 }
 # Of a thread, stored and loaded: a few values. An sm_120's assembler needs more registers.
 SPILLED_NBYTES = {80: 64, 89: 128, 90: 8, 100: 16, 120: 384}
-STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS)
+STEP_TENSORS = ("slots_ptr", *paged_attention._STEP_TENSORS, *token_index._STEP_TENSORS)
 STRIDES = (
     "token_stride",
     "block_stride",
@@ -57,9 +58,14 @@ POINTERS = {
             "counts_ptr",
             "order_ptr",
             "starts_ptr",
+            "seen_ptr",
+            "contexts_ptr",
+            "chosen_ptr",
         ),
         "*i32",
     ),
+    **dict.fromkeys(("scores_ptr", "weights_ptr"), "*fp32"),
+    "rows_ptr": "*i64",
     **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr", "sums_ptr"), "*fp32"),
     **dict.fromkeys(("states_ptr", "decay_ptr", "beta_ptr"), "*fp32"),
 }
@@ -242,27 +248,52 @@ def check_attention(
 
 
 def check_latent_attention(
-    assembler: Assembler, arch: int, rows: int, block_size: int, num_heads: int = 128
+    assembler: Assembler,
+    arch: int,
+    rows: int,
+    block_size: int,
+    num_heads: int = 128,
+    *,
+    are_chosen: bool = False,
 ) -> None:
-    """Of DeepSeek-V3: it keeps to registers, fits into shared memory, and uses the tensor cores."""
-    group = latent_group(num_heads)
+    """Of DeepSeek-V3: it keeps to registers, fits into shared memory, and uses the tensor cores.
+
+    are_chosen: of V3.2, in which an index has chosen the tokens.
+    """
+    group = rows if are_chosen else latent_group(num_heads)
     is_small = SHARED_NBYTES[arch] < LARGE_SHARED_NBYTES
     most = latent_attention.MIN_TILE if is_small else latent_attention.MAX_TILE
-    constants = {
+    constants: dict[str, Any] = {
         "NUM_GROUPS": num_heads // group,
         "GROUP": group,
         "ROWS": rows,
+        "NUM_CHOSEN": 2048 if are_chosen else 0,
         "RANK": 512,
         "ROPE": 64,
+        "VECTOR": 704 if are_chosen else 576,
         "BLOCK_RANK": 512,
         "BLOCK_ROPE": 64,
-        "TILE": latent_attention.key_tile(block_size, most),
+        "TILE": latent_attention.key_tile(block_size, most, are_chosen=are_chosen),
         "BLOCK_SIZE": block_size,
     }
+    if not are_chosen:
+        constants["chosen_ptr"] = None
     options = latent_attention.launch_options(rows)
     kernel = latent_attention._latent_attention_kernel
     compiled = compile_for(kernel, arch, constants, "bf16", **options)
     check_product(assembler, compiled, arch)
+
+
+def check_token_index(assembler: Assembler, arch: int, num_tokens: int) -> None:
+    """Of DeepSeek-V3.2, for so many tokens of a program."""
+    sizes = {"HEADS": 64, "DIM": 128, "BLOCK_HEADS": 64, "BLOCK_DIM": 128, "VECTOR": 704}
+    tiles = {"TOKENS": num_tokens, "TILE": token_index.SCORED_TILE, "BLOCK_SIZE": 64}
+    constants = {**sizes, **tiles, "NUM_CHOSEN": 2048}
+    compiled = compile_for(token_index._score_kernel, arch, constants, num_warps=4)
+    check_product(assembler, compiled, arch)
+    constants = {"NUM_CHOSEN": 2048, "TILE": token_index.CHOSEN_TILE}
+    compile_for(token_index._choose_kernel, arch, constants, num_warps=8)
+    assert assembler()[1] == 0
 
 
 def check_cut(assembler: Assembler, arch: int, window: int, *, is_long: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from bench.random_models import random_weights
 from disagg.kernels import reference
+from disagg.kernels.gpu import token_index
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.latent_attention import LONG_ROWS, latent_attention
 from disagg.kernels.gpu.latent_group import latent_group
@@ -14,9 +15,11 @@ from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.grouping import Grouping
-from disagg.models.decoder import Decoder
-from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
-from tests.models.paging import SMALL_LATENT, Tokens, new_slab, run_step
+from disagg.kernels.ops import Scores, TokenIndex
+from disagg.models.decoder import Decoder, scores_of
+from disagg.models.model_config import ModelConfig
+from tests.kernels.paged_inputs import LAYER, chosen_inputs, copy_of, paged_inputs
+from tests.models.paging import SMALL_LATENT, SMALL_SPARSE, Tokens, new_slab, run_step
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -70,6 +73,55 @@ def test_a_long_context_cut_into_many_pieces() -> None:
     _assert_close(*_attend(32, 32, 8, 16, 64, lens=[(1, 1100), (2, 515)]), SINGLE)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of NumPy
+@pytest.mark.parametrize(
+    ("num_heads", "index_heads", "block_size", "num_chosen", "multiprocessors", "with_nan"),
+    [
+        (16, 4, 16, 20, 1, False),
+        (96, 16, 5, 13, 1, True),
+        (3, 5, 64, 600, 40, False),  # keys of a token are cut into pieces
+    ],
+)
+def test_attention_to_chosen_tokens(
+    num_heads: int,
+    index_heads: int,
+    block_size: int,
+    num_chosen: int,
+    multiprocessors: int,
+    with_nan: bool,
+) -> None:
+    """Some see fewer tokens than are chosen. Prompts share tiles of keys with decodes."""
+    lens, index = [(5, 70), (1, 1), (1, 2 * num_chosen), (30, 40)], TokenIndex(num_chosen, 6)
+    if num_heads == 96:  # few tokens of many sequences, each with keys of its own
+        lens = [(3, 40), *[(1, length) for length in (9, 13, 14, 50)]]
+    drawn = chosen_inputs(
+        lens,
+        num_heads=num_heads,
+        key_dim=28,
+        head_dim=34,
+        index=index,
+        index_heads=index_heads,
+        block_size=block_size,
+        with_nan=with_nan,
+    )
+    ops, cache = (
+        TritonOps(num_heads, multiprocessors, scores=Scores(index=index)),
+        drawn.inputs.kv_cache,
+    )
+    paging = ops.plan(drawn.inputs, cache, [None])
+    for asked in (drawn.asked, None):  # a layer that chooses, and one that does not
+        at = drawn.inputs.qkv, cache, LAYER, paging
+        found = ops.latent_attention(*at, 20, SCALE, asked)
+        _assert_close(found, drawn.expected(20, SCALE), SINGLE)
+    assert paging.choice is not None
+    drawn.assert_chosen(paging.choice.chosen)
+
+
+def test_more_queries_than_fit_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_index, "SCORES_NBYTES", 4 * 64 * 7)
+    test_attention_to_chosen_tokens(16, 4, 16, 20, 1, False)
+
+
 def test_a_latent_is_written_as_the_reference_writes_it() -> None:
     inputs = paged_inputs([(1, 5), (9, 20)], group=3, num_kv_heads=1, head_dim=20, num_vectors=1)
     wanted = copy_of(inputs.kv_cache)
@@ -117,10 +169,11 @@ def test_what_chooses_among_nans_exists() -> None:
     assert ((chosen >= 0) & (chosen < 6)).all()
 
 
-def test_a_decoder_is_that_of_a_cpu() -> None:
+@pytest.mark.parametrize("config", [SMALL_LATENT, SMALL_SPARSE], ids=["all", "chosen"])
+def test_a_decoder_is_that_of_a_cpu(config: ModelConfig) -> None:
     """A prompt, a chunk after a prefix, and decodes."""
-    config, made = SMALL_LATENT, []
-    for ops in (None, TritonOps(config.num_heads, 2)):
+    made = []
+    for ops in (None, TritonOps(config.num_heads, 2, scores=scores_of(config))):
         decoder = Decoder(config, random_weights(config, torch.float32, CPU, seed=2), ops)
         slab = new_slab(config, 16, 8, torch.float32)
         tokens = Tokens(list(range(40)), [9, 2, 3, 7, 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
+from disagg.kernels.ops import IndexQueries, TokenIndex
 
 if TYPE_CHECKING:  # imports Triton
     from disagg.kernels.gpu.attention_work import AttentionWork
@@ -81,6 +82,7 @@ class PagedInputs:
         sinks: Tensor | None = None,
         scale: float | None = None,
         cap: float | None = None,
+        chosen: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
         cache = copy_of(self.kv_cache)
@@ -97,8 +99,83 @@ class PagedInputs:
             sinks,
             scale,
             cap,
+            chosen,
         )
         return out.flatten(1)
+
+
+@dataclass(frozen=True)
+class ChosenInputs:
+    """Latents, and an index whose scores are whole numbers: they are exact, and many are equal.
+
+    Attributes:
+        chosen: by sequence, what the reference chooses, [num_queries, num_keys].
+    """
+
+    inputs: PagedInputs
+    index: TokenIndex
+    asked: IndexQueries
+    chosen: list[Tensor]
+
+    def expected(self, rank: int, scale: float) -> Tensor:
+        """What the reference makes of the chosen tokens: [num_tokens, num_heads, rank]."""
+        qkv, cache = self.inputs.qkv.clone(), copy_of(self.inputs.kv_cache)
+        for stored in (qkv, cache.values):  # keys of the index are no keys of heads
+            stored[..., -self.index.key_dim :] = 0.0
+        plain = replace(self.inputs, qkv=qkv, kv_cache=cache)
+        found = plain.expected(None, scale=scale, chosen=self.chosen)
+        return found.view(*qkv[:, :-1].shape)[..., :rank]
+
+    def assert_chosen(self, chosen: Tensor) -> None:
+        """Of each token its positions in order; behind these, whatever it is."""
+        found = iter(chosen.tolist())
+        for wanted in (row for each in self.chosen for row in each):
+            places = wanted.nonzero()[:, 0].tolist()
+            assert next(found)[: len(places)] == places
+
+
+def chosen_inputs(
+    lens: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    key_dim: int,
+    head_dim: int,
+    index: TokenIndex,
+    index_heads: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    with_nan: bool = False,
+) -> ChosenInputs:
+    """Draw latents, of which `key_dim` values are the key of heads, and an index.
+
+    with_nan: in the first sequence the key of the first token in the index is NaN, and of the
+        queries one is, and one has infinite weights.
+    """
+    inputs = paged_inputs(
+        lens, group=num_heads, num_kv_heads=1, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, num_vectors=1,
+    )  # fmt: skip
+    assert key_dim + index.key_dim == head_dim
+    for stored in (inputs.kv_cache.values, inputs.qkv):
+        stored[..., key_dim:] = stored[..., key_dim:].round()
+    generator, num_tokens = torch.Generator().manual_seed(4), len(inputs.qkv)
+    shape = num_tokens, index_heads, index.key_dim
+    queries = torch.randint(-1, 2, shape, generator=generator).to(dtype)
+    weights = torch.randint(-2, 3, shape[:2], generator=generator).float()
+    if with_nan:
+        first = inputs.block_tables[0, 0]
+        inputs.kv_cache.values[first, LAYER, :, :, 0, key_dim:] = torch.nan
+        queries[1], weights[2] = torch.nan, -torch.inf
+    asked, cache = IndexQueries(queries, weights), copy_of(inputs.kv_cache)
+    reference.kv_write(inputs.qkv, cache, LAYER, inputs.slots)
+    chosen, start = [], 0
+    for row, (query_len, length) in enumerate(lens):
+        own = slice(start, start := start + query_len)
+        blocks = inputs.block_tables[row, : -(-length // block_size)].long()
+        keys = cache.values[blocks, LAYER, 0, 0].flatten(0, 1)[:length, key_dim:]
+        of_sequence = IndexQueries(queries[own], weights[own])
+        chosen.append(reference.choose_tokens(of_sequence, keys, index.num_chosen))
+    return ChosenInputs(inputs, index, asked, chosen)
 
 
 def copy_of(pages: KVPages) -> KVPages:

@@ -17,7 +17,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from disagg.kernels.gpu import kv_write
+from disagg.kernels.gpu import kv_write, token_index
 from disagg.kernels.gpu.eight_bit_tile import kinds_of
 from disagg.kernels.gpu.experts import (
     MAX_B200_ROWS_IN_8_BITS,
@@ -38,6 +38,7 @@ from tests.kernels.compiling import (
     check_cut,
     check_delta_nets_in_chunks,
     check_latent_attention,
+    check_token_index,
     check_without_spills,
     compile_for,
     early_loads,
@@ -154,6 +155,18 @@ def test_attention(
 )
 def test_latent_attention(rows: int, block_size: int, arch: int, assembler: Assembler) -> None:
     check_latent_attention(assembler, arch, rows, block_size)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("rows", some([64], [16]))
+def test_latent_attention_to_chosen_tokens(rows: int, arch: int, assembler: Assembler) -> None:
+    check_latent_attention(assembler, arch, rows, 64, are_chosen=True)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("num_tokens", some([token_index.SCORED_TOKENS], [1]))
+def test_token_index(num_tokens: int, arch: int, assembler: Assembler) -> None:
+    check_token_index(assembler, arch, num_tokens)
 
 
 @triton.jit

@@ -11,10 +11,11 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
 from disagg.kernels.kv_pages import FORMATS, KVFormat
-from disagg.kernels.ops import Scores
+from disagg.kernels.ops import Scores, TokenIndex
+from disagg.kernels.torch.attention import TorchPaging
 from disagg.kernels.torch.ops import TorchOps
 from tests.grids import pairs
-from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
+from tests.kernels.paged_inputs import LAYER, chosen_inputs, copy_of, paged_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
@@ -131,6 +132,28 @@ def test_latent_attention(num_heads: int, block_size: int, dtype: torch.dtype) -
     paging = ops.plan(inputs, inputs.kv_cache, [None])
     found = ops.latent_attention(inputs.qkv, inputs.kv_cache, LAYER, paging, 20, 0.3)
     _assert_close(found, expected)
+
+
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_latent_attention_to_chosen_tokens(with_nan: bool) -> None:
+    lens, index = [(3, 40), (1, 1), (1, 65), (30, 30), (60, 90)], TokenIndex(13, 6)
+    drawn = chosen_inputs(
+        lens,
+        num_heads=4,
+        key_dim=28,
+        head_dim=34,
+        index=index,
+        index_heads=3,
+        block_size=5,
+        with_nan=with_nan,
+    )
+    ops, cache = TorchOps(scores=Scores(index=index)), drawn.inputs.kv_cache
+    paging = ops.plan(drawn.inputs, cache, [None])
+    for asked in (drawn.asked, None):  # a layer that chooses, and one that does not
+        at = drawn.inputs.qkv, cache, LAYER, paging
+        _assert_close(ops.latent_attention(*at, 20, 0.3, asked), drawn.expected(20, 0.3))
+    assert isinstance(paging[0], TorchPaging) and paging[0].chosen is not None
+    drawn.assert_chosen(paging[0].chosen)
 
 
 @pytest.mark.parametrize("window", [None, 300])

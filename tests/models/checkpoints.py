@@ -75,6 +75,14 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+# Few tokens are chosen, and so many heads score that no two tokens have the score 0.
+_INDEX = {
+    **_LATENT,
+    "q_lora_rank": 14,
+    "index_topk": 11,
+    "index_head_dim": 14,
+    "index_n_heads": 12,
+}
 _GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 _GLM = {
     "head_dim": 16,
@@ -253,6 +261,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
             "tie_word_embeddings": True,
         },
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        {
+            **_INDEX,
+            **_GROUPS,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {**_INDEX, "index_topk": 16, "indexer_types": ["full", "shared", "full"]},
     ),
     "glm4-moe": ("Glm4Moe", {**_GLM, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe-odd": (

@@ -14,7 +14,7 @@ from disagg.kernels.recurrent_state import DeltaHeads
 from disagg.kv_groups import state_places
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
-from disagg.models.model_config import LatentConfig, ModelConfig
+from disagg.models.model_config import IndexConfig, LatentConfig, ModelConfig
 from disagg.models.rope import RopeConfig
 
 # With all that the kernels know: windows, grouped heads, biases, norms of queries and keys.
@@ -56,6 +56,21 @@ SMALL_LATENT = replace(
     sliding_windows=(None, None),
     qkv_bias=False,
     qk_norm=False,
+)
+_INDEX = IndexConfig(
+    num_heads=10,
+    head_dim=12,
+    num_chosen=7,
+    is_interleaved=True,
+    sharing_layers=frozenset((1,)),
+)
+_INDEXED = replace(_LATENT, index=_INDEX)
+# The first layer chooses the tokens to which both attend.
+SMALL_SPARSE = replace(
+    SMALL_LATENT,
+    family="GlmMoeDsaForCausalLM",
+    head_dim=_INDEXED.cached_dim,
+    latent=_INDEXED,
 )
 # With recurrent states, and gates of attention.
 SMALL_HYBRID = replace(

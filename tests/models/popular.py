@@ -80,7 +80,12 @@ POPULAR: dict[str, Popular] = {
                   first_k_dense_replace=3, num_nextn_predict_layers=1,
                   rope_scaling=DEEPSEEK_YARN, quantization_config=QWEN_FP8), 671.0),
     "deepseek-ai/DeepSeek-V3.2": Popular(
-        other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"sparse .* \(MLA\)"),
+        deepseek("V32", "deepseek_v32", (61, 7168, 18432, 128, 129280, 163840), (256, 8, 2048, 1),
+                  q_lora_rank=1536, topk_method="noaux_tc", scoring_func="sigmoid", n_group=8,
+                  topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5,
+                  first_k_dense_replace=3, num_nextn_predict_layers=1, rope_scaling=DEEPSEEK_YARN,
+                  index_topk=2048, index_head_dim=128, index_n_heads=64,
+                  quantization_config={**QWEN_FP8, "scale_fmt": "ue8m0"}), 671.9),
     "moonshotai/Kimi-K2-Instruct": Popular(
         {**KIMI_K2, "quantization_config": QWEN_FP8}, 1026.0),
     "moonshotai/Kimi-K2-Thinking": Popular(
@@ -262,7 +267,16 @@ POPULAR: dict[str, Popular] = {
                      partial_rotary_factor=1.0),
          "architectures": ["Glm4MoeLiteForCausalLM"], "qk_nope_head_dim": 192, "v_head_dim": 256},
         29.94),
-    "zai-org/GLM-5": Popular(other("GlmMoeDsaForCausalLM", "glm_moe_dsa"), why_not=r"\(MLA\)"),
+    "zai-org/GLM-5": Popular(
+        {**deepseek("V32", "glm_moe_dsa", (78, 6144, 12288, 64, 154880, 202752), (256, 8, 2048, 1),
+                     q_lora_rank=2048, topk_method="noaux_tc", scoring_func="sigmoid", n_group=1,
+                     topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+                     first_k_dense_replace=3, num_nextn_predict_layers=1, rms_norm_eps=1e-5,
+                     index_topk=2048, index_head_dim=128, index_n_heads=32, head_dim=64,
+                     indexer_rope_interleave=True,
+                     rope_parameters={"rope_type": "default", "rope_theta": 1000000}),
+         "architectures": ["GlmMoeDsaForCausalLM"], "qk_nope_head_dim": 192, "v_head_dim": 256},
+        744.0),
     "MiniMaxAI/MiniMax-M2": Popular(
         dense("MiniMaxM2ForCausalLM", "minimax_m2", (62, 3072, 1536, 48, 8, 200064, 196608),
                head_dim=128, rotary_dim=64, rope_theta=5000000, num_local_experts=256,

@@ -54,6 +54,13 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+_INDEX = {
+    **_LATENT,
+    "q_lora_rank": 14,
+    "index_topk": 3,
+    "index_head_dim": 10,
+    "index_n_heads": 2,
+}
 # Beside `PLAIN`, what a family cannot do without.
 OWN: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": _PADDED,
@@ -82,6 +89,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _INDEX,
+    "GlmMoeDsaForCausalLM": _INDEX,
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 8,
         "moe_intermediate_size": 24,
@@ -99,7 +108,7 @@ ROTATIONS = {
     "rope_theta",
 }
 
-_LATENT_FAMILIES = [name for name, own in OWN.items() if own is _LATENT]
+_LATENT_FAMILIES = [name for name, own in OWN.items() if "kv_lora_rank" in own]
 _GROUPED_PRODUCTS = [
     "MixtralForCausalLM",
     "GptOssForCausalLM",
@@ -225,14 +234,14 @@ def _theirs_of(family: str, config: Any, changes: dict[str, Any]) -> _Read:
     attention = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
     own, is_latent = attention[0], hasattr(config, "kv_lora_rank")
     is_mistral = family[:-11] in ("Mistral", "Ministral3", "Mixtral", "Phi3")
-    qkv = getattr(own, "q_proj", None) or own.qkv_proj
+    qkv = getattr(own, "q_proj", None) or getattr(own, "qkv_proj", None) or own.q_a_proj
     slides_everywhere = config.sliding_window if is_mistral else None
     mlps = [getattr(each, "mlp", None) or each.block_sparse_moe for each in model.model.layers]
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     frequencies, factor = _their_rope(model.model.rotary_emb)
     has_cap = hasattr(type(config), "final_logit_softcapping")
     return _Read(
-        head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_latent else own.head_dim,
+        head_dim=_their_latent_size(config) if is_latent else own.head_dim,
         num_kv_heads=1 if is_latent else config.num_key_value_heads,
         scale=own.scaling,
         rms_norm_eps=config.rms_norm_eps,
@@ -261,6 +270,11 @@ def _theirs_of(family: str, config: Any, changes: dict[str, Any]) -> _Read:
         ),
         experts=tuple(map(_their_experts, mlps)),
     )
+
+
+def _their_latent_size(config: Any) -> int:
+    size = config.kv_lora_rank + config.qk_rope_head_dim + getattr(config, "index_head_dim", 0)
+    return int(size)
 
 
 def _their_delta_net(layer: Any) -> tuple[int, ...] | None:

@@ -112,6 +112,7 @@ def families_table() -> str:
             ("neighbours rotated", family.rotates_pairs),
             ("sinks", family.sinks),
             ("latents", family.is_latent),
+            ("of the tokens that an index chooses", bool(family.index_rotation)),
             ("gated", family.gates_output),
             ("gated delta nets where config.json says", family.delta_nets != ""),
         ]

@@ -50,6 +50,8 @@ OF_FAMILIES = [
     ("qwen3.5-moe", "fp8 blocks"),
     ("deepseek-v2-groups", "float rows"),
     ("deepseek-v3", "fp8 blocks"),
+    ("deepseek-v3.2", "fp8 blocks"),
+    ("glm-moe-dsa", "float rows"),
     ("glm4-moe", "float rows"),
     ("glm4-moe-lite", "int8"),
     ("minimax-m2", "fp8 blocks"),

@@ -43,11 +43,12 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
         )
     is_small = found.shared_memory_per_block_optin < LARGE_SHARED_NBYTES
     most_nbytes = MOST_NBYTES_OF_SMALL if is_small else MOST_NBYTES
+    head_dim = model.head_dim
     if model.latent is not None:
-        most_nbytes = MOST_LATENT_NBYTES
-    vector_nbytes = model.head_dim * dtype.itemsize
+        most_nbytes, head_dim = MOST_LATENT_NBYTES, model.latent.key_dim
+    vector_nbytes = head_dim * dtype.itemsize
     if vector_nbytes > most_nbytes or (is_small and dtype == torch.float32):
-        wide = f"{str(dtype).removeprefix('torch.')} heads of {model.head_dim} values"
+        wide = f"{str(dtype).removeprefix('torch.')} heads of {head_dim} values"
         raise StartupError(
             f"Attention with {wide} needs more shared memory than the"
             f" {found.shared_memory_per_block_optin >> 10} KB that {found.name} has per program."

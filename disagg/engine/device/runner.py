@@ -247,19 +247,24 @@ class ModelRunner(RankModel):
 
         The height of a tile follows from the number of tokens, and each height is another kernel. A
         kernel that a request compiled would stop the engine for seconds, so that it seems to hang.
-        Overwrites blocks too.
+        If an index chooses tokens, others attend to more tokens than it chooses. Overwrites blocks
+        too.
         """
         from disagg.kernels.gpu.attention_work import KEYS_PER_ROW, LONG_ROWS, MAX_SHORT_ROWS
 
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         many = 2 * KEYS_PER_ROW * LONG_ROWS  # so that also those of a prompt's tile are cut
-        num_tokens = min(many, max_model_len, num_blocks * block_size)
-        num_new = 1
-        while num_new <= min(2 * MAX_SHORT_ROWS, num_tokens):
-            sequence = self._scratch_sequence(num_tokens)
-            sequence.num_computed = num_tokens - num_new
-            self.run(StepPlan((sequence,), (num_new,), 0, StepFeatures()))
-            num_new *= 2
+        latent, contexts = self.decoder.config.latent, [many]
+        if latent is not None and latent.index is not None:
+            contexts = [latent.index.num_chosen, latent.index.num_chosen + many]
+        for context in contexts:
+            num_tokens = min(context, max_model_len, num_blocks * block_size)
+            num_new = 1
+            while num_new <= min(2 * MAX_SHORT_ROWS, num_tokens):
+                sequence = self._scratch_sequence(num_tokens)
+                sequence.num_computed = num_tokens - num_new
+                self.run(StepPlan((sequence,), (num_new,), 0, StepFeatures()))
+                num_new *= 2
 
     def measure_threads(self, max_model_len: int) -> None:
         """Measure which steps on a CPU are faster with fewer threads. Overwrites blocks too."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from disagg.engine.sched.speculation import MAX_AHEAD
-from disagg.models.model_config import ModelConfig
+from disagg.kernels.gpu.latent_group import SCORES_NBYTES
+from disagg.models.model_config import IndexConfig, ModelConfig
 
 # Operations on logits that need copies of them, such as masks, take so many rows at a time.
 ROWS_AT_ONCE = 64
@@ -17,6 +18,7 @@ LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
 LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
+LAUNCHES_OF_INDICES = 14  # additional launches of a layer whose tokens an index chooses
 LAUNCHES_OF_DELTA_NETS = 12  # additional launches of a layer with a recurrent state
 LAUNCHES_OF_WIDE_NORMS = 9  # additional launches of a layer with norms over all heads of q and of k
 CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
@@ -89,8 +91,10 @@ def captured_nbytes(
     # Each piece of work has its own numbers, once for each window.
     num_windows = len(set(model.sliding_windows))
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
+    pieces += sum(sizes) * _chosen_nbytes(model)
     launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
     launches_a_layer += LAUNCHES_OF_LATENTS if model.latent else 0
+    launches_a_layer += LAUNCHES_OF_INDICES if _index(model) else 0
     launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
     launches_a_layer += LAUNCHES_OF_DELTA_NETS if model.delta_heads else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
@@ -106,8 +110,20 @@ def _projected_nbytes(itemsize: int, num_ranks: int) -> int:
 
 
 def _partials_nbytes(model: ModelConfig) -> int:
-    """Bytes of the partial results of attention, which are as many as fill the device."""
-    return SPARE_PARTIALS * PARTIAL_ROWS * 4 * (model.head_dim + 1)
+    """Bytes of the partial results of attention, which are as many as fill the device, and of the
+    scores of an index."""
+    scores = SCORES_NBYTES if _index(model) else 0
+    return SPARE_PARTIALS * PARTIAL_ROWS * 4 * (model.head_dim + 1) + scores
+
+
+def _index(model: ModelConfig) -> IndexConfig | None:
+    return None if model.latent is None else model.latent.index
+
+
+def _chosen_nbytes(model: ModelConfig) -> int:
+    """Bytes of the places that an index chooses for a token."""
+    index = _index(model)
+    return 0 if index is None else 4 * index.num_chosen
 
 
 def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
@@ -121,9 +137,12 @@ def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
     attention = 2 * num_heads * model.head_dim
     if model.latent is not None:  # queries before and after absorption, and values of heads
         attention += 2 * model.num_heads * (model.latent.query_dim + model.latent.value_dim)
+    index = _index(model)
+    if index is not None:  # its queries twice, and the hidden state in float32
+        attention += 2 * index.num_heads * index.head_dim + 2 * model.hidden_size
     if model.gates_output:  # q, k and v again without gates, gates, and the product with them
         attention += (num_heads + 3 * model.num_heads) * model.head_dim
     if model.delta_heads is not None:  # projections, and gates and products in float32
         num_values = model.delta_heads.num_heads * model.delta_heads.value_dim
         attention = max(attention, model.delta_heads.num_channels + 9 * num_values)
-    return (4 * model.hidden_size + mlp + attention) * itemsize
+    return (4 * model.hidden_size + mlp + attention) * itemsize + _chosen_nbytes(model)

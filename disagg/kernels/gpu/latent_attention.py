@@ -5,6 +5,9 @@ attend to the same vector of a token, so each program computes several heads. An
 of that vector are both key and value, so a tile of them is loaded once for the scores and for the
 weighted sum. The last values, which have rotary positions, are a second tile, because tile sizes
 are powers of two (512 and 64 for DeepSeek).
+
+If an index has chosen the tokens that a query attends to (`token_index`), key i of a query is the
+i-th token that was chosen for it, wherever that lies. All else is the same.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +24,6 @@ from torch import Tensor
 
 from disagg.kernels.gpu.attention_work import AttentionWork, Launch
 from disagg.kernels.gpu.compiler import next_power_of_2
-from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
@@ -42,8 +44,10 @@ def _latent_tile(
     start,
     pages,
     seen,
+    chosen_ptr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -56,13 +60,20 @@ def _latent_tile(
     keys = start + tl.arange(0, TILE)
     columns, turned = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
     written = keys < context
-    if BLOCK_SIZE % TILE == 0:  # one page per tile: a single contiguous run of memory
+    if chosen_ptr is not None:
+        if MASKED:
+            places = tl.load(chosen_ptr + keys, mask=written, other=0)
+        else:
+            places = tl.load(chosen_ptr + keys)
+        page = tl.load(table_ptr + places // BLOCK_SIZE).to(tl.int64)
+        offset = places % BLOCK_SIZE
+    elif BLOCK_SIZE % TILE == 0:  # one page per tile: a single contiguous run of memory
         page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         offset = start % BLOCK_SIZE + tl.arange(0, TILE)
     else:
         page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
         offset = keys % BLOCK_SIZE
-    vectors = (page * block_stride + offset * (RANK + ROPE))[:, None]
+    vectors = (page * block_stride + offset * VECTOR)[:, None]
     # Slots that were never written may be NaN, and 0 * NaN is NaN, so load zeros there.
     inside, inside_turned = (columns < RANK)[None, :], (turned < ROPE)[None, :]
     if MASKED:
@@ -89,7 +100,10 @@ def _latent_tile(
     return acc, total, new_peak
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_TENSORS)
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=[*_STEP_TENSORS, "chosen_ptr"],
+)
 def _latent_attention_kernel(
     heads_ptr,
     pages_ptr,
@@ -99,6 +113,7 @@ def _latent_attention_kernel(
     context_lens_ptr,
     pieces_ptr,
     counts_ptr,
+    chosen_ptr,
     out_ptr,
     partial_ptr,
     weight_ptr,
@@ -109,8 +124,10 @@ def _latent_attention_kernel(
     NUM_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -140,7 +157,7 @@ def _latent_attention_kernel(
     first_position = context - query_len + first_query
     positions = first_position + query
     head = group * GROUP + row % GROUP
-    q_ptrs = (heads_ptr + token * token_stride + head * (RANK + ROPE))[:, None]
+    q_ptrs = (heads_ptr + token * token_stride + head * VECTOR)[:, None]
     latent_q = tl.load(q_ptrs + columns[None, :], mask=used, other=0.0)
     turned_q = tl.load(q_ptrs + RANK + turned[None, :], mask=used_turned, other=0.0)
 
@@ -155,15 +172,17 @@ def _latent_attention_kernel(
         table_row = tl.load(table_rows_ptr + sequence)
     table_ptr = tables_ptr + table_row * table_stride
     pages, seen = (pages_ptr, table_ptr, block_stride), (positions, context, scale)
+    if chosen_ptr is not None:
+        chosen_ptr += first_token.to(tl.int64) * NUM_CHOSEN
     for start in range(first_key, full_end, TILE):
         acc, total, peak = _latent_tile(
-            latent_q, turned_q, acc, total, peak, start, pages, seen,
-            RANK, ROPE, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, False,
+            latent_q, turned_q, acc, total, peak, start, pages, seen, chosen_ptr,
+            RANK, ROPE, VECTOR, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = _latent_tile(
-            latent_q, turned_q, acc, total, peak, start, pages, seen,
-            RANK, ROPE, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, True,
+            latent_q, turned_q, acc, total, peak, start, pages, seen, chosen_ptr,
+            RANK, ROPE, VECTOR, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, True,
         )  # fmt: skip
 
     divisor = tl.where(total > 0.0, total, 1.0)
@@ -178,12 +197,12 @@ def _latent_attention_kernel(
         tl.store(weight_ptr + slot, peak + tl.log2(divisor), mask=is_used)
 
 
-def key_tile(block_size: int, most: int = MAX_TILE) -> int:
+def key_tile(block_size: int, most: int = MAX_TILE, *, are_chosen: bool = False) -> int:
     """The number of keys of an inner step; they are in one page if possible.
 
     32 keys of several pages would not fit into the registers.
     """
-    return most if block_size % most == 0 else MIN_TILE
+    return most if block_size % most == 0 and not are_chosen else MIN_TILE
 
 
 def launch_options(rows: int) -> dict[str, int]:
@@ -200,6 +219,8 @@ def latent_attention(
     value_dim: int,
     scale: float,
     max_tile: int = MAX_TILE,
+    index_dim: int = 0,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Attend causally to vectors in the cache, the step's own included.
 
@@ -207,9 +228,13 @@ def latent_attention(
         heads: [num_tokens, num_heads + 1, head_dim]: the queries, and last the token's cached
             vector, which is not read here.
         work: from `attention_work`, cut for this step, for groups of `latent_group` heads.
+            With `chosen`, `batch` and `work` are those of a `TokenChoice`.
         value_dim: the first `value_dim` values of a cached vector are its value.
         scale: scores are multiplied by this before the softmax.
         max_tile: `MIN_TILE` on a GPU that has less shared memory than `MAX_TILE` needs.
+        index_dim: the last values of a vector, which belong to an index and to no key.
+        chosen: int32 [num_tokens, num_chosen], positions of the tokens that each token attends to;
+            None: it attends to all that it sees.
 
     Returns:
         [num_tokens, num_heads, value_dim].
@@ -217,7 +242,8 @@ def latent_attention(
     num_heads = heads.shape[1] - 1
     out = torch.empty(heads.shape[0], num_heads, value_dim, dtype=heads.dtype, device=heads.device)
     for launch in work.launches:
-        _run(launch, heads, kv_cache, layer, batch, out, scale * math.log2(math.e), max_tile)
+        factor = scale * math.log2(math.e)
+        _run(launch, heads, kv_cache, layer, batch, out, factor, max_tile, index_dim, chosen)
     return out
 
 
@@ -230,15 +256,17 @@ def _run(
     out: Tensor,
     scale: float,
     max_tile: int,
+    index_dim: int,
+    chosen: Tensor | None,
 ) -> None:
     """Compute the pieces of one launch, then merge the pieces that belong to one sequence."""
     _, num_heads, rank = out.shape
-    group, pages = latent_group(num_heads), kv_cache.layers[layer].values
+    group, pages = launch.group, kv_cache.layers[layer].values
     num_groups, block_rank = num_heads // group, max(16, next_power_of_2(rank))
     num_rows = launch.num_partials * num_groups * launch.rows
     partials = torch.empty(num_rows * block_rank, dtype=torch.float32, device=out.device)
     weights = torch.empty(num_rows, dtype=torch.float32, device=out.device)
-    rope = kv_cache.head_dim - rank
+    rope = kv_cache.head_dim - index_dim - rank
     _latent_attention_kernel[num_groups, launch.pieces.shape[0]](
         heads,
         pages,
@@ -248,6 +276,7 @@ def _run(
         batch.context_lens,
         launch.pieces,
         launch.counts,
+        chosen,
         out,
         partials,
         weights,
@@ -258,11 +287,13 @@ def _run(
         NUM_GROUPS=num_groups,
         GROUP=group,
         ROWS=launch.rows,
+        NUM_CHOSEN=0 if chosen is None else chosen.shape[1],
         RANK=rank,
         ROPE=rope,
+        VECTOR=kv_cache.head_dim,
         BLOCK_RANK=block_rank,
         BLOCK_ROPE=max(16, next_power_of_2(rope)),
-        TILE=key_tile(kv_cache.values.shape[4], max_tile),
+        TILE=key_tile(kv_cache.values.shape[4], max_tile, are_chosen=chosen is not None),
         BLOCK_SIZE=kv_cache.values.shape[4],
         **launch_options(launch.rows),
     )

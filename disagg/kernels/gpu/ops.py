@@ -28,14 +28,22 @@ from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.latent_attention import LONG_ROWS as LATENT_ROWS
 from disagg.kernels.gpu.latent_attention import MAX_TILE, MIN_TILE, latent_attention
-from disagg.kernels.gpu.latent_group import latent_group
+from disagg.kernels.gpu.latent_group import MAX_CHOSEN_GROUP, latent_group
 from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.packed_linear import PackedProduct
 from disagg.kernels.gpu.paged_attention import paged_attention
 from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.gpu.token_index import TokenChoice
 from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
+from disagg.kernels.ops import (
+    PLAIN_SCORES,
+    Experts,
+    IndexQueries,
+    PagedBatch,
+    Scores,
+    TokenIndex,
+)
 from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
 from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, Kind
 
@@ -63,17 +71,21 @@ class TritonPaging:
     """A step's batch and, by window, the pieces of its attention.
 
     groups: the batch as each group of layers sees it.
+    choice: the tokens to which queries attend, if an index chooses them.
     """
 
     batch: PagedBatch
     groups: GroupBatches
     work: dict[int | None, AttentionWork]
+    choice: TokenChoice | None = None
 
     def cut(self) -> None:
         """Cut the step that is in the batch's tensors into pieces, on the device."""
         self.groups.locate(self.batch)
         for each in self.work.values():
             each.cut(self.batch.query_start, self.batch.context_lens, self.batch.slots.shape[0])
+        if self.choice is not None:
+            self.choice.cut(self.batch)
 
 
 class TritonOps:
@@ -232,9 +244,20 @@ class TritonOps:
         most = self._short_queries(kv_cache)
         shorts = [query_len for query_len in batch.query_lens if query_len <= most]
         has_long = len(shorts) < len(batch.query_lens)
-        paging = self._paging(batch, kv_cache, windows, max(shorts, default=0), has_long)
+        index = self._scores.index
+        if index is not None and max(batch.context_lens_host, default=0) > index.num_chosen:
+            paging = self._choosing(batch, kv_cache, index)
+        else:
+            paging = self._paging(batch, kv_cache, windows, max(shorts, default=0), has_long)
         paging.cut()
         return paging
+
+    def _choosing(self, batch: PagedBatch, kv_cache: KVPages, index: TokenIndex) -> TritonPaging:
+        """For steps whose queries may see more tokens than they attend to."""
+        group = latent_group(self._num_heads, MAX_CHOSEN_GROUP)
+        num_groups = self._num_heads // group
+        choice = TokenChoice.of(batch, index, group, num_groups, self._num_programs)
+        return TritonPaging(batch, GroupBatches.of(batch, kv_cache), {}, choice)
 
     def plan_graph(
         self,
@@ -252,6 +275,8 @@ class TritonOps:
         Args:
             are_decodes: whether the sequences of these steps have one token each.
         """
+        if self._scores.index is not None:
+            return self._choosing(batch, kv_cache, self._scores.index)
         most = 1 if are_decodes else min(self._short_queries(kv_cache), MAX_SHORT_QUERIES)
         return self._paging(batch, kv_cache, windows, most, not are_decodes)
 
@@ -327,11 +352,24 @@ class TritonOps:
         paging: TritonPaging,
         value_dim: int,
         scale: float,
+        asked: IndexQueries | None = None,
     ) -> Tensor:
-        batch = paging.batch
+        batch, choice, index = paging.batch, paging.choice, self._scores.index
         kv_write(heads, kv_cache, layer, batch.slots)
-        numbers = value_dim, scale, self._latent_tile
-        return latent_attention(heads, kv_cache, layer, batch, paging.work[None], *numbers)
+        if choice is not None and asked is not None:
+            choice.choose(asked, kv_cache, layer)
+        return latent_attention(
+            heads,
+            kv_cache,
+            layer,
+            batch if choice is None else choice.batch,
+            paging.work[None] if choice is None else choice.work,
+            value_dim,
+            scale,
+            self._latent_tile,
+            index_dim=0 if index is None else index.key_dim,
+            chosen=None if choice is None else choice.chosen,
+        )
 
     def delta_net(
         self,

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from disagg.kernels import reference
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages, clear_begun_blocks
-from disagg.kernels.ops import PagedBatch, Scores
+from disagg.kernels.ops import PagedBatch, Scores, TokenIndex
 
 QUERIES_AT_ONCE = 256  # so that no scores grow with the square of a prompt
 
@@ -32,6 +32,8 @@ class TorchPaging:
             of its positions with KV after this step.
         gathered: rows of `KVPages.rows` for all pages of the longest sequence in a layer, into
             which they are copied. New memory for each copy would take longer than the copy.
+        chosen: int64 [num_tokens, most tokens that one attends to], positions that the index of a
+            layer has chosen; None: there is no index.
     """
 
     blocks: Tensor
@@ -39,6 +41,7 @@ class TorchPaging:
     pages: Tensor
     spans: Sequence[tuple[int, int, int]]
     gathered: Tensor
+    chosen: Tensor | None = None
 
     def attend(
         self,
@@ -53,14 +56,14 @@ class TorchPaging:
         _, _, num_vectors, num_kv_heads, block_size, _ = kv_cache.values.shape
         num_heads, head_dim = qkv.shape[1] - num_vectors * num_kv_heads, qkv.shape[2]
         vectors = qkv[:, num_heads:].view(-1, num_vectors, num_kv_heads, head_dim)
-        _store(vectors, kv_cache, layer, self)
+        store(vectors, kv_cache, layer, self)
         out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
         pages = self.pages + kv_cache.places[layer][1] * num_vectors
         for row, (start, end, length) in enumerate(self.spans):
             behind = length - (end - start)  # cached before this step
             skipped = _first_key(behind, window) // block_size
             own = pages[:, :, row, skipped : -(-length // block_size)]
-            stored = _read(kv_cache, own, self.gathered)
+            stored = read(kv_cache, own, self.gathered)
             for first in range(start, end, QUERIES_AT_ONCE):
                 stop = min(first + QUERIES_AT_ONCE, end)
                 query = behind + first - start
@@ -72,7 +75,9 @@ class TorchPaging:
         return out.flatten(1)
 
 
-def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
+def plan_paging(
+    batch: PagedBatch, kv_cache: KVPages, index: TokenIndex | None = None
+) -> TorchPaging:
     """Find where a step writes and reads, and clear the blocks that it begins."""
     clear_begun_blocks(kv_cache, batch.block_tables, batch.context_lens_host, batch.query_lens)
     _, _, num_vectors, num_kv_heads, size, _ = kv_cache.values.shape
@@ -84,9 +89,13 @@ def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
     heads = torch.arange(num_kv_heads)[:, None, None] * kv_cache.head_pages
     vectors = torch.arange(num_vectors)[:, None, None, None]
     pages = vectors + heads + batch.block_tables.long() * (num_kv_heads * kv_cache.head_pages)
-    most = -(-max(batch.context_lens_host) // size) * num_kv_heads * num_vectors
-    gathered = kv_cache.rows.new_empty(most, kv_cache.rows.shape[1])
-    return TorchPaging(blocks, batch.slots - blocks * size, pages, spans, gathered)
+    longest = max(batch.context_lens_host)
+    most = -(-longest // size) * num_kv_heads * num_vectors
+    gathered, chosen = kv_cache.rows.new_empty(most, kv_cache.rows.shape[1]), None
+    if index is not None:
+        shape = len(batch.slots), min(index.num_chosen, longest)
+        chosen = torch.empty(shape, dtype=torch.int64)
+    return TorchPaging(blocks, batch.slots - blocks * size, pages, spans, gathered, chosen)
 
 
 def _first_key(query: int, window: int | None) -> int:
@@ -94,7 +103,8 @@ def _first_key(query: int, window: int | None) -> int:
     return 0 if window is None else max(0, query - window + 1)
 
 
-def _store(vectors: Tensor, kv_cache: KVPages, layer: int, paging: TorchPaging) -> None:
+def store(vectors: Tensor, kv_cache: KVPages, layer: int, paging: TorchPaging) -> None:
+    """Write a step's vectors, [num_tokens, num_vectors, num_kv_heads, head_dim]."""
     pages = kv_cache.layers[layer]
     where = paging.blocks, slice(None), slice(None), paging.offsets
     if pages.scales is None:
@@ -105,7 +115,7 @@ def _store(vectors: Tensor, kv_cache: KVPages, layer: int, paging: TorchPaging) 
     pages.scales[where] = scales
 
 
-def _read(kv_cache: KVPages, pages: Tensor, gathered: Tensor) -> Tensor:
+def read(kv_cache: KVPages, pages: Tensor, gathered: Tensor) -> Tensor:
     """The vectors of pages [num_vectors, num_kv_heads, num_blocks] as [num_vectors, num_kv_heads,
     positions, head_dim]; scaled ones in float32."""
     *_, size, width = kv_cache.values.shape

@@ -20,9 +20,10 @@ from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
 from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
+from disagg.kernels.ops import PLAIN_SCORES, Experts, IndexQueries, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.kernels.torch.attention import TorchPaging, plan_paging
+from disagg.kernels.torch.chosen_tokens import attend_to_chosen
 from disagg.kernels.torch.delta_net import StatePaging, delta_net, plan_states
 from disagg.kernels.torch.experts import TorchExperts
 
@@ -165,10 +166,11 @@ class TorchOps:
         groups = GroupBatches.of(batch, kv_cache)
         groups.locate(batch)
         plans: list[TorchPaging | CpuPaging | StatePaging]
-        if self._attention is not None and takes_cache(kv_cache):
+        index = self._scores.index
+        if self._attention is not None and index is None and takes_cache(kv_cache):
             plans = [self._attention.plan(each, kv_cache) for each in groups.batches]
         else:
-            plans = [plan_paging(each, kv_cache) for each in groups.batches]
+            plans = [plan_paging(each, kv_cache, index) for each in groups.batches]
         if kv_cache.states is not None:
             assert groups.tables is not None
             of_states = groups.tables[:, kv_cache.num_kv_groups :]
@@ -195,9 +197,14 @@ class TorchOps:
         paging: list[Any],
         value_dim: int,
         scale: float,
+        asked: IndexQueries | None = None,
     ) -> Tensor:
-        # The rest of the vector is summed too: an eighth more work saves a copy of the values.
         own: TorchPaging | CpuPaging = paging[kv_cache.places[layer][0]]
+        index = self._scores.index
+        if index is not None and isinstance(own, TorchPaging):
+            where = own, heads, kv_cache, layer
+            return attend_to_chosen(*where, index, asked, value_dim, scale)
+        # The rest of the vector is summed too: an eighth more work saves a copy of the values.
         attended = own.attend(heads, kv_cache, layer, None, None, Scores(scale))
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]
 

@@ -26,7 +26,7 @@ from disagg.kernels.gpu.compiler import start_compiler
 from disagg.models.description import describe_model
 from disagg.worker.check import check_tier
 from tests.engine.device.test_workspace import LLAMA_3_8B
-from tests.models.paging import SMALL_LATENT
+from tests.models.paging import SMALL_SPARSE
 from tests.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -149,6 +149,7 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
         ("NVIDIA L40S", (8, 9), 99, 64, torch.float32, "Set dtype = 'bfloat16'"),
         ("NVIDIA RTX PRO 6000", (12, 0), 99, 96, torch.float16, ""),
         ("NVIDIA RTX PRO 6000", (12, 0), 99, 576, torch.bfloat16, ""),  # latents
+        ("NVIDIA RTX PRO 6000", (12, 0), 99, 704, torch.bfloat16, ""),  # with keys of an index
         ("NVIDIA H200", (9, 0), 227, 576, torch.float32, "Set dtype = 'bfloat16'"),
     ],
 )
@@ -165,7 +166,12 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused_first(
     gpu.properties = SimpleNamespace(
         name=name, major=major, minor=minor, shared_memory_per_block_optin=shared_kb * 1024
     )
-    latent = SMALL_LATENT.latent if head_dim == 576 else None
+    latent = None
+    if head_dim in (576, 704):
+        sparse = SMALL_SPARSE.latent
+        assert sparse is not None and sparse.index is not None
+        index = None if head_dim == 576 else replace(sparse.index, head_dim=128)
+        latent = replace(sparse, rank=512, rope_dim=64, index=index)
     model = replace(LLAMA_3_8B, head_dim=head_dim, latent=latent)
     if not words:
         check_gpu(CUDA, model, dtype)
