@@ -111,19 +111,35 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return (
             self._tokens_s(step.num_new_tokens + step.num_decoding)
             + sequences_s
-            + step.num_attended * self.attended_s
-            + step.num_decode_context * self.per_context_s
+            + self.attention_s(step.num_new_tokens, step.num_attended)
+            + step.num_decode_context * self.scored_context_s
+            + self._num_chosen(step.num_decoding, step.num_decode_context) * self.per_context_s
         )
+
+    def attention_s(self, num_tokens: int, num_attended: float) -> float:
+        """Seconds of attention of prompts' tokens, which see so many positions in all."""
+        num_chosen = self._num_chosen(num_tokens, num_attended)
+        return num_attended * self.scored_s + num_chosen * self.attended_s
+
+    def _num_chosen(self, num_queries: int, num_seen: float) -> float:
+        """To how many of the positions that they see queries attend, if all see as many."""
+        index = self.shape.index
+        return num_seen if index is None else min(num_seen, num_queries * index.num_chosen)
 
     def work(self, step: StepFeatures) -> tuple[float, float]:
         """FLOP of an engine step, and the bytes of weights and KV that it reads, on all GPUs."""
         shape, num_tokens = self.shape, step.num_new_tokens + step.num_decoding
         num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
         num_seen = step.num_attended + step.num_decode_context
+        num_decode_chosen = self._num_chosen(step.num_decoding, step.num_decode_context)
+        num_chosen = num_decode_chosen + self._num_chosen(step.num_new_tokens, step.num_attended)
         nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
+        attention_flop = num_seen * shape.num_index_flop + num_chosen * self._flop_per_attended
         return (
-            2 * num_params * num_tokens + num_seen * self._flop_per_attended,
-            nbytes + step.num_decode_context * self.kv_nbytes_per_token,
+            2 * num_params * num_tokens + attention_flop,
+            nbytes
+            + num_decode_chosen * self.kv_nbytes_per_token
+            + step.num_decode_context * self._index_nbytes,
         )
 
     def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
@@ -139,7 +155,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         """Seconds of a prompt alone on the worker, in chunks as the scheduler makes them."""
         num_full, rest = divmod(num_tokens, chunk_tokens)
         tokens_s = num_full * self._tokens_s(chunk_tokens) + (self._tokens_s(rest) if rest else 0)
-        return tokens_s + attended(num_tokens, 0) * self.attended_s
+        return tokens_s + self.attention_s(num_tokens, attended(num_tokens, 0))
 
     def time_model(self, num_sequences: int = 64) -> StepTimeModel:
         """A prior for the worker's time model: straight lines through this roofline.
@@ -147,17 +163,23 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         They are exact for a chunk of `CHUNK_TOKENS` prompt tokens and for a decode step of
         `num_sequences`. In between they are too high, at most by the time in which a step reads the
         weights. For a model with experts they may also be too low, at most by the time of reading
-        all experts, because the first tokens of a step read most of them. All coefficients but the
-        last one are > 0, as a fit needs. The last one is 0: in a roofline, a step with prompts has
-        no constant cost of its own.
+        all experts, because the first tokens of a step read most of them. If an index chooses what
+        queries attend to, they are exact for contexts beyond what it chooses, and too high for
+        shorter ones. All coefficients but the last one are > 0, as a fit needs. The last one is 0:
+        in a roofline, a step with prompts has no constant cost of its own.
         """
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
         grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
         per_sequence_s = grown_s + self.efficiency.sequence_s
         # In a range where reading the weights takes all the time, tokens would seem to be free.
-        of_prompts = per_step_s, per_token_s, self.attended_s
-        coefficients = *of_prompts, per_sequence_s, self.per_context_s
+        attended_s, per_context_s, index = self.attended_s, self.per_context_s, self.shape.index
+        if index is not None:
+            per_token_s += index.num_chosen * attended_s
+            per_sequence_s += index.num_chosen * per_context_s
+            attended_s, per_context_s = self.scored_s, self.scored_context_s
+        of_prompts = per_step_s, per_token_s, attended_s
+        coefficients = *of_prompts, per_sequence_s, per_context_s
         return StepTimeModel.of((*(max(each, 1e-12) for each in coefficients), 0.0))
 
     @cached_property
@@ -178,11 +200,30 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @cached_property
     def per_context_s(self) -> float:
-        """Seconds of reading one token's KV; for latents, of multiplying if that takes longer."""
+        """Seconds of reading the KV of a token that a sequence attends to; for latents, of
+        multiplying if that takes longer."""
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
         flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
         multiply_s = self.shape.num_latent_flop / flops
         return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
+
+    @cached_property
+    def scored_s(self) -> float:
+        """Seconds of an index for one query and one token that it sees. Each GPU computes it."""
+        return self.shape.num_index_flop / (self.gpu.bf16_flops * self.efficiency.attention)
+
+    @cached_property
+    def scored_context_s(self) -> float:
+        """As `scored_s`, of a decoding sequence; of reading the keys if that takes longer."""
+        bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
+        return max(self._index_nbytes / bytes_per_s, self.scored_s)
+
+    @property
+    def _index_nbytes(self) -> int:
+        """Bytes of a token's keys in the indices of all layers."""
+        index = self.shape.index
+        head_dim = 0 if index is None else index.head_dim
+        return self.shape.num_index_layers * head_dim * ACTIVATION_NBYTES
 
     def _tokens_s(self, num_tokens: int) -> float:
         """Seconds of a step without attention: the slower of reading and multiplying, plus the

@@ -21,7 +21,7 @@ from disagg.kv_groups import TILE_TOKENS, KVGroups, group_layers
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.hub import fetch_config, is_repository
-from disagg.models.model_config import ModelConfig
+from disagg.models.model_config import IndexConfig, ModelConfig
 from disagg.models.packing import DeviceFormat, stated_tensors
 from disagg.models.parts import Fields, layer_parts
 from disagg.models.share import Share
@@ -96,7 +96,7 @@ class ModelShape:
     def head_dim(self) -> int:
         """Values of a head; with latents, the mean of the two products of a prompt."""
         latent = self.config.latent
-        return self.config.head_dim if latent is None else (latent.cached_dim + latent.rank) // 2
+        return self.config.head_dim if latent is None else (latent.key_dim + latent.rank) // 2
 
     @property
     def has_mxfp4_experts(self) -> bool:
@@ -178,8 +178,28 @@ class ModelShape:
 
     @property
     def num_latent_flop(self) -> int:
-        """FLOP of a decoding sequence for one latent of its context, for all heads."""
-        return 4 * self.config.num_layers * self.config.num_heads * self.latent_size
+        """FLOP of a decoding sequence for one latent that it attends to, for all heads."""
+        latent = self.config.latent
+        key_dim = 0 if latent is None else latent.key_dim
+        return 4 * self.config.num_layers * self.config.num_heads * key_dim
+
+    @property
+    def index(self) -> IndexConfig | None:
+        """What chooses the tokens that a query attends to; None: it attends to all."""
+        return None if self.config.latent is None else self.config.latent.index
+
+    @property
+    def num_index_layers(self) -> int:
+        """Layers that score all tokens of a context, to choose some."""
+        index = self.index
+        return 0 if index is None else self.config.num_layers - len(index.sharing_layers)
+
+    @property
+    def num_index_flop(self) -> int:
+        """FLOP of a query for the score of one token, for all heads of the index."""
+        index = self.index
+        values = 0 if index is None else index.num_heads * index.head_dim
+        return 2 * self.num_index_layers * values
 
     @property
     def _num_tables(self) -> int:
@@ -393,6 +413,9 @@ SHAPES = {
                (36, 2880, 2880, 64, 8, 64, 201088, 131072), num_local_experts=128,
                quantization_config={"quant_method": "mxfp4"}),
         _known("deepseek-r1", "deepseek-ai/DeepSeek-R1", "DeepseekV3",
+               (61, 7168, 18432, 128, None, None, 129280, 163840), n_routed_experts=256,
+               **_DEEPSEEK),
+        _known("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", "DeepseekV32",
                (61, 7168, 18432, 128, None, None, 129280, 163840), n_routed_experts=256,
                **_DEEPSEEK),
         _known("kimi-k2", "moonshotai/Kimi-K2-Instruct", "DeepseekV3",

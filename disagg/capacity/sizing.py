@@ -290,6 +290,6 @@ class _Both(msgspec.Struct, frozen=True):
 
         def prefill_s(num_tokens: int) -> float:
             steps_s = num_tokens / self.chunk_tokens * without_attention_s
-            return steps_s + attended(num_tokens, 0) * self.placement.attended_s
+            return steps_s + self.placement.attention_s(num_tokens, attended(num_tokens, 0))
 
         return max(self.step_s(batch), _ttft_s(self.load, num_workers, prefill_s))

@@ -24,6 +24,7 @@ LLAMA_8B, LLAMA_13B, LLAMA_70B = (
     SHAPES[name] for name in ("llama-3.1-8b", "llama-2-13b", "llama-3-70b")
 )
 H100 = GPUS["h100"]
+LONG = 5000  # tokens of a context, which are more than an index chooses
 
 models = st.sampled_from(list(SHAPES.values()))
 gpus = st.sampled_from(list(GPUS.values()))
@@ -84,6 +85,24 @@ def test_near_a_published_table(gpu: str, tokens_per_s: float) -> None:
     assert 1000 / request_s == pytest.approx(tokens_per_s, rel=0.15)
 
 
+def test_what_an_index_chooses_bounds_attention_but_not_its_own_work() -> None:
+    """DeepSeek-V3.2: 61 layers choose 2,048 tokens with 64 heads of 128, on each of 8 GPUs."""
+    shape, h200 = SHAPES["deepseek-v3.2"], GPUS["h200"]
+    worker = Placement(shape, h200, 8, "fp8-block", efficiency=DATASHEET)
+    scored_s = max(2 * 61 * 64 * 128 / h200.bf16_flops, 2 * 61 * 128 / h200.memory_bytes_per_s)
+    sizes = 1024, 2048, 4096, 131072
+    two, four, eight, many = (worker.decode_step_s(8, context) for context in sizes)
+    assert many - eight == pytest.approx(8 * (131072 - 4096) * scored_s)
+    attended_s = max(61 * 704 * 2 / h200.memory_bytes_per_s,
+                     4 * 61 * 128 * 576 / (8 * h200.bf16_flops))  # fmt: skip
+    assert four - two == pytest.approx(8 * 1024 * (scored_s + attended_s))
+    assert eight - four == pytest.approx(8 * 2048 * scored_s)
+    flop, nbytes = worker.work(StepFeatures(0, 0.0, 8, 8 * 131072))
+    less, fewer = worker.work(StepFeatures(0, 0.0, 8, 8 * 4096))
+    assert flop - less == 8 * (131072 - 4096) * 2 * 61 * 64 * 128
+    assert nbytes - fewer == 8 * (131072 - 4096) * 2 * 61 * 128
+
+
 def test_near_a_published_first_step() -> None:
     """vLLM with FlashAttention-3: a step of one short Llama-3.1-8B sequence takes 6.44 ms."""
     assert Placement(LLAMA_8B, H100).decode_step_s(1, 0) == pytest.approx(6.44e-3, rel=0.03)
@@ -132,15 +151,16 @@ def test_the_prior_meets_the_roofline_at_its_ends_and_lies_near_it_between(
     StepTimeFit(prior)  # takes it: nothing is ruled out
     chunk = StepFeatures(CHUNK_TOKENS, attended(CHUNK_TOKENS, 3000), 0, 0)
     assert prior.step_s(chunk) == pytest.approx(worker.step_s(chunk), rel=1e-3)
-    full = StepFeatures(0, 0.0, batch, batch * 900)
+    full = StepFeatures(0, 0.0, batch, batch * LONG)
     assert prior.step_s(full) == pytest.approx(worker.step_s(full), rel=1e-6)
     # A line is at most too high by what every step reads, and too low by the experts, if any.
     bytes_per_s = degree * gpu.memory_bytes_per_s * worker.efficiency.memory
     every_step_s = model.read_nbytes(0, worker.weights) / bytes_per_s
     experts_s = model.read_nbytes(10**6, worker.weights) / bytes_per_s - every_step_s
     assert (experts_s > 0) == (model.num_experts > 0)
-    part = StepFeatures(data.draw(st.integers(0, CHUNK_TOKENS)), 0.0, 0, 0)
-    few = StepFeatures(0, 0.0, data.draw(st.integers(0, batch)), 0)
+    num_new, num_decoding = (data.draw(st.integers(0, most)) for most in (CHUNK_TOKENS, batch))
+    part = StepFeatures(num_new, attended(num_new, LONG), 0, 0)
+    few = StepFeatures(0, 0.0, num_decoding, num_decoding * LONG)
     for step in (part, few):
         too_high_s = prior.step_s(step) - worker.step_s(step)
         assert -experts_s - 1e-8 <= too_high_s <= every_step_s + 1e-8

@@ -38,6 +38,7 @@ PUBLISHED_BILLIONS = {
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
     "deepseek-r1": 671.0,
+    "deepseek-v3.2": 671.9,
     "kimi-k2": 1026.4,
 }
 # That a token goes through, as their makers count them: layers and the table of logits; Qwen
@@ -50,6 +51,7 @@ ACTIVE_BILLIONS = {
     "gpt-oss-20b": 3.6,
     "gpt-oss-120b": 5.1,
     "deepseek-r1": 37,
+    "deepseek-v3.2": 38,
     "kimi-k2": 32,
 }
 
@@ -139,10 +141,11 @@ def test_kv_of_the_textbooks() -> None:
         assert 64 * shape.kv_nbytes_per_token(name) == num_pages * page_nbytes
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
     assert SHAPES["deepseek-r1"].kv_nbytes_per_token() == 61 * 576 * 2  # "70 KB"
+    assert SHAPES["deepseek-v3.2"].kv_nbytes_per_token() == 61 * (576 + 128) * 2
     assert SHAPES["llama-3-8b"].kv_nbytes_per_token() == 128 * 1024
 
 
-@pytest.mark.parametrize("name", ["deepseek-r1", "kimi-k2"])
+@pytest.mark.parametrize("name", ["deepseek-r1", "deepseek-v3.2", "kimi-k2"])
 def test_latents_of_a_config_are_those_of_the_table(name: str, tmp_path: Path) -> None:
     known = SHAPES[name]
     (tmp_path / "config.json").write_text(json.dumps(POPULAR[known.repository].config))

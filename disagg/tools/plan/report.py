@@ -63,7 +63,8 @@ def report(plan: Plan, played: Played | None) -> dict[str, Any]:
 
 def _kv_of(shape: ModelShape) -> str:
     if shape.latent_size:
-        return f"a latent vector of {shape.latent_size} values"
+        index = "" if shape.index is None else f", {shape.index.head_dim} of them for an index"
+        return f"a latent vector of {shape.latent_size} values{index}"
     return f"{shape.config.num_kv_heads} KV heads of {shape.head_dim}"
 
 
