@@ -21,7 +21,16 @@ import torch
 
 from bench import gpu_delta_net
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
-from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
+from bench.gpu_paged import (
+    CHOSEN,
+    INTERPRETED_DTYPE,
+    LATENT,
+    TINY,
+    TINY_CHOSEN,
+    TINY_LATENT,
+    Heads,
+    Paged,
+)
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import adapters as torch_adapters
 from disagg.kernels.adapters import AdaptedMatrix
@@ -74,6 +83,13 @@ class Bench:
         other.heads = TINY_LATENT if self.is_interpreted else LATENT
         return other
 
+    @property
+    def of_chosen(self) -> Bench:
+        """The same of DeepSeek-V3.2, whose index chooses the tokens that are attended to."""
+        other = copy.copy(self)
+        other.heads = TINY_CHOSEN if self.is_interpreted else CHOSEN
+        return other
+
     def contexts(self, contexts: list[int]) -> list[int]:
         """What the interpreter can bear of them."""
         if not self.is_interpreted:
@@ -91,6 +107,10 @@ class Bench:
         paged = Paged(heads, lens, self.device, self.dtype, format=format, is_captured=is_captured)
         difference = _near(paged.difference())
         nbytes = sum(contexts) * heads.token_nbytes(format)
+        if heads.index is not None:  # keys of all tokens, and vectors of the chosen ones
+            share = heads.index.key_dim / heads.head_dim
+            chosen = sum(min(context, heads.index.num_chosen) for context in contexts)
+            nbytes = nbytes * share + chosen * heads.token_nbytes(format) * (1 - share)
         taken_s = seconds(paged.attend_all, self.device) / heads.num_layers
         host_s = launch_seconds(paged.attend_all, self.device) / heads.num_layers
         goal = GOAL_SCALED if format.has_scales else GOAL_LARGE
@@ -117,7 +137,12 @@ class Bench:
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
         sizes = self.heads.head_dim + self.heads.value_dim
+        index = self.heads.index
+        if index is not None:
+            scored = 2 * self.heads.index_heads * index.key_dim * num_pairs
+            num_pairs, sizes = min(num_pairs, new * index.num_chosen), sizes - index.key_dim
         num_flops = 2 * self.heads.num_heads * sizes * num_pairs
+        num_flops += 0 if index is None else scored
         taken_s = seconds(paged.attend_all, self.device) / self.heads.num_layers
         host_s = launch_seconds(paged.attend_all, self.device) / self.heads.num_layers
         return {
@@ -296,6 +321,12 @@ def rows_of(bench: Bench) -> list[Row]:
         title = f"latent decode {name}{verified}"
         return Row(title, lambda: latents.decode(DECODES[name], "bfloat16", num_new))
 
+    of_chosen = bench.of_chosen
+
+    def chosen_decode(name: str) -> Row:
+        title = f"chosen latents, decode {name}"
+        return Row(title, lambda: of_chosen.decode(DECODES[name], "bfloat16"))
+
     plain = [decode(name, "bfloat16") for name in DECODES]
     scaled = [decode(name, stored) for name in SCALED_DECODES for stored in ("fp8", "int8", "int4")]
     prompts = [prompt(*each) for each in PROMPTS]
@@ -309,6 +340,8 @@ def rows_of(bench: Bench) -> list[Row]:
         *(delta_nets(*each) for each in ((32, 1), (256, 1), (1, 1024))),
         Row("latent prompt 4096 after 0", lambda: latents.prompt(4096, 0)),
         Row("latent prompt 1024 after 15360", lambda: latents.prompt(1024, 15360)),
+        *map(chosen_decode, ("32 x 4k", "1 x 32k")),
+        Row("chosen latents, prompt 1024 after 15360", lambda: of_chosen.prompt(1024, 15360)),
         *(adapters(32, num) for num in (1, 8, 32)),
         adapters(64 if bench.is_interpreted else 2048, 4),
         *scaled[:3],
@@ -326,6 +359,7 @@ TINY_ROWS = (
     "decode 32 x 4k, bfloat16",
     "decode 1 x 32k, int4",
     "latent decode 1 x 32k",
+    "chosen latents, decode 1 x 32k",
     "delta nets, 1 tokens of 32",
     "prompt 1024 after 0",
     "layer rest",

@@ -15,6 +15,7 @@ from disagg.kernels import reference
 from disagg.kernels.gpu.attention_work import LONG_ROWS
 from disagg.kernels.gpu.ops import TritonOps, TritonPaging
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
+from disagg.kernels.ops import IndexQueries, Scores, TokenIndex
 from disagg.models.batch import Batch
 
 INTERPRETED_MULTIPROCESSORS = 2
@@ -23,8 +24,11 @@ INTERPRETED_DTYPE = torch.float32  # Triton's interpreter knows no bfloat16
 
 @dataclass(frozen=True)
 class Heads:
-    """By default those of Llama-3-8B. rank: first values of a latent, which are summed up; 0: keys
-    and values."""
+    """By default those of Llama-3-8B.
+
+    rank: first values of a latent, which are summed up; 0: keys and values.
+    index: chooses the tokens that a query attends to, with so many heads of its own.
+    """
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -32,6 +36,8 @@ class Heads:
     block_size: int = 64
     num_layers: int = 2
     rank: int = 0
+    index: TokenIndex | None = None
+    index_heads: int = 64
 
     @property
     def num_vectors(self) -> int:
@@ -55,6 +61,8 @@ class Heads:
 TINY = Heads(4, 2, 32, 16, 2)
 LATENT = Heads(16, 1, 576, rank=512)  # of DeepSeek-V3, on one of eight ranks
 TINY_LATENT = Heads(4, 1, 24, 16, 2, rank=16)
+CHOSEN = Heads(16, 1, 704, rank=512, index=TokenIndex(2048, 128))  # of DeepSeek-V3.2, as `LATENT`
+TINY_CHOSEN = Heads(4, 1, 32, 16, 2, rank=16, index=TokenIndex(16, 8), index_heads=5)
 
 
 class Paged:
@@ -95,8 +103,13 @@ class Paged:
         num_heads = heads.num_heads + heads.num_vectors * heads.num_kv_heads
         shape = (len(batch.token_ids), num_heads, heads.head_dim)
         self.qkv = torch.randn(shape, device=device).to(dtype)
-        num_multiprocessors = _num_multiprocessors(device)
-        self._ops = TritonOps(heads.num_heads, num_multiprocessors, long_rows=long_rows)
+        self.asked = self._ask()
+        self._ops = TritonOps(
+            heads.num_heads,
+            _num_multiprocessors(device),
+            long_rows=long_rows,
+            scores=Scores(index=heads.index),
+        )
         self._paging: TritonPaging
         if is_captured:
             fixed = self._ops.plan_graph(batch, self.pages, [window], are_decodes=True)
@@ -104,6 +117,21 @@ class Paged:
             self._paging = fixed
         else:
             self._paging = self._ops.plan(batch, self.pages, [window])
+
+    def _ask(self) -> IndexQueries | None:
+        """Whole numbers, so that all scores are exact and their order is known."""
+        heads, device = self.heads, self.qkv.device
+        if heads.index is None:
+            return None
+        of_index = self.qkv[..., -heads.index.key_dim :]
+        of_index[:, :-1] = 0  # are read by the reference alone
+        of_index[:, -1] = of_index[:, -1].round()
+        shape = len(self.qkv), heads.index_heads, heads.index.key_dim
+        queries = torch.randint(-1, 2, shape, device=device).to(self.qkv.dtype)
+        weights = torch.randint(-2, 3, shape[:2], device=device).float()
+        if len(queries) > 3:  # what chooses must not leave its tensors then
+            queries[0], queries[-2], weights[-3] = torch.nan, torch.nan, -torch.inf
+        return IndexQueries(queries, weights)
 
     def _fill(self, device: torch.device) -> None:
         """Keys and values of one block, in all of them, times what differs from block to block."""
@@ -113,6 +141,8 @@ class Paged:
         if scales is None:
             values.copy_(drawn.to(values.dtype).expand_as(values))
             values *= factor.unsqueeze(-1)
+            if self.heads.index is not None:
+                values[..., -self.heads.index.key_dim :].round_()
             return
         stored, of_vector = reference.quantize(drawn, self.pages.format)
         values.view(torch.int8).copy_(stored.view(torch.int8).expand_as(values))
@@ -123,8 +153,8 @@ class Paged:
         heads = self.heads
         if heads.rank:
             numbers = heads.rank, heads.head_dim**-0.5
-            found = self._ops.latent_attention(self.qkv, self.pages, layer, self._paging, *numbers)
-            return found.flatten(1)
+            where = self.qkv, self.pages, layer, self._paging
+            return self._ops.latent_attention(*where, *numbers, self.asked).flatten(1)
         return self._ops.attention(self.qkv, self.pages, layer, self.window, self._paging)
 
     def attend_all(self) -> None:
@@ -151,11 +181,13 @@ class Paged:
         """
         got = self.attend(0).view(len(self.qkv), self.heads.num_heads, -1)
         every = max(1, len(self.lens) // num_seqs)
-        largest = worst = 0.0
+        largest, worst, chosen = 0.0, 0.0, None
         for row in range(0, len(self.lens), every):
             query, context = self.lens[row]
             end = sum(query for query, _ in self.lens[: row + 1])
             rows = slice(end - min(query, num_rows), end)
+            if self.asked is not None:
+                chosen = [self._check_chosen(self.asked, row, rows, context)]
             wanted = reference.paged_attention(
                 self.qkv[rows, : self.heads.num_heads],
                 self.pages,
@@ -164,11 +196,32 @@ class Paged:
                 [rows.stop - rows.start],
                 [context],
                 self.window,
+                chosen=chosen,
             )
             wide = wanted.float()[..., : self.heads.value_dim]
             worst = max(worst, float((got[rows].float() - wide).abs().max()))
             largest = max(largest, float(wide.abs().max()))
         return worst / max(largest, 1e-6)
+
+    def _check_chosen(self, asked: IndexQueries, row: int, rows: slice, context: int) -> Tensor:
+        """What the reference chooses in layer 0 for some tokens of a sequence.
+
+        Raises:
+            ValueError: the kernels have chosen other tokens.
+        """
+        index, choice = self.heads.index, self._paging.choice
+        assert index is not None
+        blocks = self.batch.block_tables[row, : -(-context // self.heads.block_size)].long()
+        keys = self.pages.values[blocks, 0, 0, 0].flatten(0, 1)[:context, -index.key_dim :]
+        own = IndexQueries(asked.queries[rows], asked.weights[rows])
+        wanted = reference.choose_tokens(own, keys, index.num_chosen)
+        if choice is None:  # all that is seen is chosen
+            return wanted
+        seen = wanted.sum(-1, keepdim=True)
+        is_one = torch.arange(index.num_chosen, device=seen.device) < seen
+        if not torch.equal(choice.chosen[rows][is_one].long(), wanted.nonzero()[:, 1]):
+            raise ValueError(f"other tokens of {context} are chosen than the reference chooses")
+        return wanted
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -164,6 +164,7 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     assert rows(found, "experts")["by groups, 20 tokens"]["experts hit"] == 8
     assert rows(found, "experts")["whole, 20 tokens"]["experts hit"] == 4
     assert rows(found, "gpu_kernels")["latent decode 1 x 32k"]["us"] > 0
+    assert rows(found, "gpu_kernels")["chosen latents, decode 1 x 32k"]["us"] > 0
     assert rows(found, "gpu_kernels")["delta nets, 1 tokens of 32"]["us"] > 0
     assert rows(found, "gpu_packed")["int4 g128, 20 rows, tiny"]["cuBLAS us"] > 0
     absent = {each["row"].split(",")[0] for each in found["absent"]}

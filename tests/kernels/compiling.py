@@ -292,8 +292,9 @@ def check_token_index(assembler: Assembler, arch: int, num_tokens: int) -> None:
     compiled = compile_for(token_index._score_kernel, arch, constants, num_warps=4)
     check_product(assembler, compiled, arch)
     constants = {"NUM_CHOSEN": 2048, "TILE": token_index.CHOSEN_TILE}
-    compile_for(token_index._choose_kernel, arch, constants, num_warps=8)
-    assert assembler()[1] == 0
+    num_warps = token_index.CHOSEN_WARPS
+    compile_for(token_index._choose_kernel, arch, constants, num_warps=num_warps)
+    assert assembler()[1] <= SPILLED_NBYTES[arch]
 
 
 def check_cut(assembler: Assembler, arch: int, window: int, *, is_long: bool) -> None:

@@ -27,7 +27,8 @@ from disagg.kernels.ops import IndexQueries, PagedBatch, TokenIndex
 
 SCORED_TILE = 128  # keys that a program multiplies with the queries of a token
 SCORED_TOKENS = 16  # of a prompt, with which a program multiplies the same keys
-CHOSEN_TILE = 1024  # scores that a program reads together
+# Scores that a program reads together, five times, while the next ones come (`num_stages`).
+CHOSEN_TILE, CHOSEN_WARPS = 4096, 16
 _STEP_TENSORS = ["rows_ptr", "seen_ptr", "contexts_ptr", "scores_ptr", "chosen_ptr"]
 
 
@@ -138,7 +139,7 @@ def _choose_kernel(
         for step in range(4):
             shift = 24 - 8 * step
             counts = tl.zeros([256], dtype=tl.int32)
-            for start in range(0, seen, TILE):
+            for start in tl.range(0, seen, TILE, num_stages=3):
                 is_seen = start + index < seen
                 scores = _ordered(tl.load(row_ptr + start + index, mask=is_seen, other=0.0))
                 begins_so = ((scores >> shift) >> 8) == ((least >> shift) >> 8)
@@ -149,7 +150,7 @@ def _choose_kernel(
             num_left -= tl.sum(tl.where(digits > digit, counts, 0))
             least = least | (digit.to(tl.uint32) << shift)
         place, num_equal = seen * 0, seen * 0
-        for start in range(0, seen, TILE):
+        for start in tl.range(0, seen, TILE, num_stages=3):
             is_seen = start + index < seen
             scores = _ordered(tl.load(row_ptr + start + index, mask=is_seen, other=0.0))
             is_equal = (is_seen & (scores == least)).to(tl.int32)
@@ -282,7 +283,7 @@ class TokenChoice:
                 scores.stride(0),
                 NUM_CHOSEN=self.chosen.shape[1],
                 TILE=CHOSEN_TILE,
-                num_warps=8,
+                num_warps=CHOSEN_WARPS,
             )
 
 
