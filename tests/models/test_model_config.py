@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GlmMoeDsaConfig
 
 from disagg.errors import ModelError
 from disagg.models.description import describe_model
 from disagg.models.model_config import ModelConfig
+from tests.models.popular import POPULAR
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,6 +99,36 @@ def test_refusals_say_what_is_wrong(
         _read(tmp_path, **changes)
     for word in words:
         assert word in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank must be set"),
+        ({"index_topk": 0}, "index_topk must be a positive number"),
+        ({"index_head_dim": 62}, "index_head_dim must be even and at least qk_rope_head_dim, 64"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave must be true"),
+        ({"indexer_types": ["full"] * 77}, "indexer_types must name 78 layers as full or shared"),
+        ({"index_topk_pattern": "S" + "F" * 77}, "must call the first layer full"),
+        ({"index_topk_pattern": "FX" * 39}, "indexer_types must name .* found 78 with X"),
+        ({"index_topk_freq": "4"}, "index_topk_freq and index_skip_topk_offset must be whole"),
+        ({"layer_types": ["full_attention"] * 78}, "layer_types must name 78 layers as indexed"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        ModelConfig.from_hf({**POPULAR["zai-org/GLM-5"].config, **changes}, "config.json")
+
+
+def test_layers_share_what_another_has_chosen() -> None:
+    """As the class in transformers reads these keys."""
+    glm = POPULAR["zai-org/GLM-5"].config
+    for more in ({"index_topk_freq": 4}, {"index_topk_pattern": "FSS" * 26}, {}):
+        kinds = GlmMoeDsaConfig(**{"num_hidden_layers": 78, **more}).indexer_types
+        latent = ModelConfig.from_hf({**glm, **more}, "config.json").latent
+        assert latent is not None and latent.index is not None
+        shared = {layer for layer, kind in enumerate(kinds) if kind == "shared"}
+        assert latent.index.sharing_layers == shared
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
