@@ -136,6 +136,10 @@ LENIENT: list[tuple[str, dict[str, Any]]] = [
         for key in ("num_key_value_heads", "head_dim")
     ),
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
+    *(
+        (family, {"num_key_value_heads": None})
+        for family in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    ),
     ("MiniMaxM2ForCausalLM", {"num_key_value_heads": None}),
     ("GemmaForCausalLM", {"num_key_value_heads": None}),
     *(
