@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from bench.peers.children import NotRunning
 from bench.peers.environments import ROOT, VLLM_VARIABLES, python_of, with_disagg
 from bench.peers.limits import FLAGS, MODEL
 from bench.peers.servers import VLLM, Running, Server, in_turns, started
@@ -87,11 +88,13 @@ def round_robin(server: Server, place: Path) -> Iterator[Running]:
 
 
 def asked(port: int, num_prompts: int, rate: float) -> dict[str, Any]:
-    """The figures of `disagg bench`."""
+    """The figures of `disagg bench`. Raises `NotRunning` if it got no answers."""
     load = ("--num-prompts", str(num_prompts), "--request-rate", str(rate))
     words = (*load, *LENGTHS, *GOODPUT, "--url", f"http://127.0.0.1:{port}", "--json")
     command = [sys.executable, "-m", "disagg.cli.main", "bench", *words]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise NotRunning("disagg bench failed, and has said why")
     figures: dict[str, Any] = json.loads(done.stdout)["figures"]
     return figures
 
