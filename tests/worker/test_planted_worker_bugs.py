@@ -23,6 +23,7 @@ from tests.worker.fleet import (
 from tests.worker.plays import Dice, play_in_quiet, play_in_trouble
 from tests.worker.rehearsal import play_many
 
+TAKE_EVICTED = "disagg.engine.sched.block_pool:BlockPool.take_evicted"
 EXPORT = "disagg.worker.kv_export:KVExport"
 IMPORT = "disagg.worker.kv_import:KVImport"
 PULLS = "disagg.kvtransfer.pulls"
@@ -89,9 +90,9 @@ IN_TROUBLE = bugs(
          "return [self._blocks.get(key) for key in keys]",
          "return [self._blocks.get(key) for key in keys][::-1]"),
     # At the next eviction, when other KV may be in them.
-    Edit("evicted blocks are saved too late", "disagg.engine.engine:Engine._give_up_evicted",
-         "evicted = self.pool.take_evicted()",
-         "evicted = self.__dict__.get('late', [])\n    self.late = self.pool.take_evicted()"),
+    Edit("evicted blocks are saved too late", TAKE_EVICTED, "evicted = self._evicted\n",
+         "evicted, self.late = self.__dict__.get('late', []), self._evicted\n"),
+    Edit("evicted blocks are saved too late", TAKE_EVICTED, "if evicted:", "if True:"),
     # One that nothing was written to.
     Edit("a cold prefix counts one block too many", "disagg.worker.tiers:StoreSource.find",
          "end = self.num_here + len(self.fetch.blocks)",
