@@ -27,7 +27,6 @@ from typing import Any
 from unittest import mock
 
 from disagg import local
-from disagg.blocks import hash_blocks
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
@@ -38,13 +37,14 @@ from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, SamplingParams, TokenDelta
+from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.worker_view import RequestLoad
 from disagg.worker import kv_export
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
-from tests.engine.workload import ROOT, STOP_IDS
+from tests.engine.workload import STOP_IDS
+from tests.generate_requests import new_request
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 512
 STEP_S, PROMPT_TOKEN_S = 2e-3, 5e-5  # what a step takes, and each of its tokens
@@ -292,16 +292,14 @@ async def _read(
 def _request(
     request_id: str, prompt: tuple[int, ...], max_tokens: int, seed: int, deadline_unix_s: float
 ) -> GenerateRequest:
-    return GenerateRequest(
+    return new_request(
+        prompt,
+        block_size=BLOCK_SIZE,
         request_id=request_id,
         model=TIER.name,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        hash_root=ROOT,
-        block_hashes=tuple(hash_blocks(ROOT, prompt, BLOCK_SIZE)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens, seed=seed, stop_token_ids=tuple(sorted(STOP_IDS))
-        ),
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=tuple(sorted(STOP_IDS)),
         deadline_unix_s=deadline_unix_s,
     )
 

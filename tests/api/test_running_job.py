@@ -9,25 +9,17 @@ from hypothesis import strategies as st
 
 from disagg.api.running_job import ChoiceDelta, Generate, RunningJob
 from disagg.errors import EngineFailed, Overloaded
-from disagg.messages import GenerateRequest, PutDelta, SamplingParams, TokenDelta, TokenLogprobs
+from disagg.messages import GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
 from tests.api.fakes import END, TOKENIZER, request_spec
 from tests.deltas import push
+from tests.generate_requests import new_request
 
 TEXT = "the quick brown fox jumps"
 IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
 
 
 def job(generate: Generate, num_choices: int = 1, *, stops: Sequence[str] = ()) -> RunningJob:
-    request = GenerateRequest(
-        request_id="r",
-        model="tiny",
-        token_ids=(70, 71),
-        num_prompt_tokens=2,
-        hash_root=b"",
-        block_hashes=(),
-        sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
-        deadline_unix_s=30.0,
-    )
+    request = new_request((70, 71), max_tokens=100, stop_token_ids=(END,))
     spec = request_spec(request.sampling, num_choices=num_choices, stops=tuple(stops))
     return RunningJob("r", 0, spec, (request,) * num_choices, generate)
 

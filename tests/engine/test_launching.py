@@ -17,7 +17,6 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.build import build_engine
@@ -31,13 +30,13 @@ from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import DraftedSequence
 from disagg.engine.sched.step import Choose, Results, Sampled, StepPlan
-from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking, TokenLogprobs
+from disagg.messages import Grammar, Thinking, TokenLogprobs
 from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
+from tests.generate_requests import new_sequence
 from tests.grids import pairs, some
 
 BLOCK_SIZE = 4
-ROOT = hash_root("late", BLOCK_SIZE)
 
 
 class LateRunner(ModelRunner):
@@ -123,19 +122,10 @@ def sequences(
     rng = random.Random(seed)
     made = []
     for number, sampling in enumerate(samplings):
-        tokens = tuple(rng.randrange(200) for _ in range(rng.randint(3, max_prompt)))
-        request = GenerateRequest(
-            request_id=f"{number}",
-            model="late",
-            token_ids=tokens,
-            num_prompt_tokens=len(tokens),
-            hash_root=ROOT,
-            block_hashes=tuple(hash_blocks(ROOT, tokens, BLOCK_SIZE)),
-            sampling=SamplingParams(max_tokens=rng.randint(6, 20), **sampling),  # type: ignore[arg-type]
-            deadline_unix_s=1e12,
-        )
-        made.append(Sequence(request))
-        if request.sampling.grammar is not None:
+        tokens = [rng.randrange(200) for _ in range(rng.randint(3, max_prompt))]
+        usual: dict[str, Any] = {"request_id": f"{number}", "max_tokens": rng.randint(6, 20)}
+        made.append(new_sequence(tokens, block_size=BLOCK_SIZE, **(usual | sampling)))
+        if made[-1].sampling.grammar is not None:
             made[-1].grammar_state = cast(GrammarState, TwoOfThree())
     return made
 

@@ -10,7 +10,7 @@ from itertools import count
 
 from hypothesis import strategies as st
 
-from disagg.blocks import HASH_NBYTES, hash_blocks, hash_root
+from disagg.blocks import HASH_NBYTES, hash_blocks
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import held_blocks
@@ -18,7 +18,8 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.kv_groups import STATE, KVGroups, Window
-from disagg.messages import GenerateRequest, SamplingParams, Thinking
+from disagg.messages import Thinking
+from tests import generate_requests
 from tests.engine.fake_runner import (
     FakeDevice,
     FakeKV,
@@ -27,9 +28,9 @@ from tests.engine.fake_runner import (
     expected_tokens,
     work_of,
 )
+from tests.generate_requests import ROOT
 
 STOP_IDS = frozenset({1, 2, 3})
-ROOT = hash_root("fake", 4)
 FOREVER_S = 1e12
 
 
@@ -109,27 +110,22 @@ def new_sequence(
     thinking: Thinking | None = None,
     needs_host: bool = False,
 ) -> Sequence:
-    tokens = prompt + output
-    request = GenerateRequest(
+    return generate_requests.new_sequence(
+        prompt,
+        output,
+        hand_over=hand_over,
+        block_size=block_size,
         request_id=f"request-{next(_ids)}",
-        model="fake",
-        token_ids=tokens,
-        num_prompt_tokens=len(prompt),
-        hash_root=ROOT,
-        block_hashes=tuple(hash_blocks(ROOT, tokens, block_size)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            stop_token_ids=tuple(stop_ids),
-            temperature=0.0,
-            thinking=thinking,
-            bad_words_token_ids=((300, 301),) if needs_host else (),
-        ),
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=tuple(stop_ids),
+        temperature=0.0,
+        thinking=thinking,
+        bad_words_token_ids=((300, 301),) if needs_host else (),
         deadline_unix_s=deadline_unix_s,
         draft_token_ids=draft,
         priority=priority,
     )
-    return Sequence(request, hand_over=hand_over)
 
 
 def prompt(num_tokens: int, first: int = 4) -> tuple[int, ...]:

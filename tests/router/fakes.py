@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from disagg.blocks import BlockHash, hash_blocks, hash_root
+from disagg.blocks import BlockHash, hash_root
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import (
     GenerateRequest,
-    SamplingParams,
     StepCosts,
     TransferFigure,
     WorkerRecord,
@@ -17,6 +16,7 @@ from disagg.messages import (
 )
 from disagg.router.fleet import Fleet
 from disagg.router.prefix_index import PrefixIndex
+from tests.generate_requests import new_request
 
 BLOCK_SIZE = 16
 ROOT = hash_root("toy", BLOCK_SIZE)
@@ -77,18 +77,14 @@ def make_fleet(
 
 
 def make_request(num_tokens: int = 100, **changes: Any) -> GenerateRequest:
-    token_ids = changes.pop("token_ids", tuple(range(num_tokens)))
-    fields: dict[str, Any] = {
+    token_ids = changes.pop("token_ids", range(num_tokens))
+    usual: dict[str, Any] = {
         "request_id": "request-0",
         "model": "toy",
-        "token_ids": token_ids,
-        "num_prompt_tokens": len(token_ids),
         "hash_root": ROOT,
-        "block_hashes": tuple(hash_blocks(ROOT, token_ids, BLOCK_SIZE)),
-        "sampling": SamplingParams(max_tokens=changes.pop("max_tokens", 64)),
-        "deadline_unix_s": 1e12,
+        "max_tokens": 64,
     }
-    return GenerateRequest(**(fields | changes))
+    return new_request(token_ids, block_size=BLOCK_SIZE, **(usual | changes))
 
 
 def held_by(

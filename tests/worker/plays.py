@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from disagg.blocks import hash_blocks
 from disagg.kv_groups import KVGroups, Window
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest
 from tests.engine.fake_runner import draft_of
-from tests.engine.workload import ROOT, STOP_IDS
+from tests.engine.workload import STOP_IDS
+from tests.generate_requests import new_request
 
 T = TypeVar("T")
 
@@ -166,19 +166,14 @@ def _turn_or_drain(octet: int) -> int:
 def request_of(
     trip: Trip, request_id: str, block_size: int, windows: tuple[Window, ...] = (None,)
 ) -> GenerateRequest:
-    return GenerateRequest(
+    return new_request(
+        trip.prompt,
+        block_size=block_size,
         request_id=request_id,
-        model="fake",
-        token_ids=trip.prompt,
-        num_prompt_tokens=len(trip.prompt),
-        hash_root=ROOT,
-        block_hashes=tuple(hash_blocks(ROOT, trip.prompt, block_size)),
-        sampling=SamplingParams(
-            max_tokens=trip.max_tokens,
-            seed=trip.seed,
-            stop_token_ids=tuple(sorted(STOP_IDS)),
-            temperature=0.0,
-        ),
+        max_tokens=trip.max_tokens,
+        seed=trip.seed,
+        stop_token_ids=tuple(sorted(STOP_IDS)),
+        temperature=0.0,
         deadline_unix_s=trip.deadline_s,
         draft_token_ids=draft_of(trip.prompt, *trip.draft, trip.seed, windows),
     )

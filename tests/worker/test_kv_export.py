@@ -18,11 +18,12 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.messages import GenerateRequest, HoldCounts, SamplingParams
+from disagg.messages import GenerateRequest, HoldCounts
 from disagg.worker import kv_export as module
 from disagg.worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
 from tests.engine.fake_runner import FakeDevice, FakeKV
-from tests.engine.workload import ROOT, new_engine, new_sequence
+from tests.engine.workload import new_engine, new_sequence
+from tests.generate_requests import new_request
 
 BLOCK_SIZE = 4
 
@@ -122,15 +123,9 @@ def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
 
 
 def prefix_request_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="prefix",
-        model="fake",
-        token_ids=(),
-        num_prompt_tokens=100,
-        hash_root=ROOT,
-        block_hashes=tuple(names),
-        sampling=SamplingParams(max_tokens=1),
-        deadline_unix_s=deadline_unix_s,
+    names = tuple(names)
+    return new_request(
+        (), num_prompt_tokens=100, block_hashes=names, deadline_unix_s=deadline_unix_s
     )
 
 

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
-from disagg.engine.sched.sequence import Sequence
 from disagg.kernels.sampling_rows import SampledRows, SamplingOps
 from disagg.kernels.torch import sampling as torch_sampling
 from disagg.kernels.torch.sampling import TorchSampling
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import SamplingParams
+from tests.generate_requests import new_sequence
 
 PROMPT, OUTPUT = (1, 2, 3, 3, 40), (3, 7, 7, 7, 9, 40, 800)
 NUM_AT_ONCE = 250  # of large vocabularies more would leave the processor's caches
@@ -111,19 +111,9 @@ def _shared(floors: Any) -> Any:
 
 def _draw(case: Case, seeds: range, ops: SamplingOps) -> Tensor:
     """As `drawn`, of some seeds, in one step."""
-    request = GenerateRequest(
-        request_id="",
-        model="",
-        token_ids=PROMPT + OUTPUT,
-        num_prompt_tokens=len(PROMPT),
-        hash_root=b"",
-        block_hashes=(),
-        sampling=SamplingParams(max_tokens=100, **case.params),
-        deadline_unix_s=0.0,
-    )
-    sequences = [Sequence(request) for _ in seeds]
-    for seed, sequence in zip(seeds, sequences, strict=True):
-        sequence.sampling = SamplingParams(max_tokens=100, seed=seed, **case.params)
+    sequences = [
+        new_sequence(PROMPT, OUTPUT, max_tokens=100, seed=seed, **case.params) for seed in seeds
+    ]
     slots = Slots(len(seeds))
     sampler = Sampler(slots, case.vocab_size, torch.device("cpu"), ops)
     sampler.enter([sequence.slot for sequence in slots.enter(sequences)])

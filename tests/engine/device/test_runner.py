@@ -16,7 +16,6 @@ import transformers
 from torch.nn import functional
 
 from bench.random_models import random_decoder
-from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine.device import build, choices, prompt_scores
 from disagg.engine.device.build import build_engine
@@ -27,11 +26,12 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
 from disagg.kernels.kv_pages import KVPages
-from disagg.messages import GenerateRequest, Pooling, SamplingParams, StartStep, TokenLogprobs
+from disagg.messages import Pooling, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
 from disagg.time_model import StepFeatures
+from tests import generate_requests
 from tests.models.roundings import assert_off_as_roundings
 
 BLOCK_SIZE = 4
@@ -80,22 +80,10 @@ def new_sequence(
     prompt: list[int],
     output: tuple[int, ...] = (),
     draft: tuple[int, ...] = (),
-    **sampling: object,
+    **sampling: Any,
 ) -> Sequence:
-    root = hash_root("test", BLOCK_SIZE)
-    tokens = [*prompt, *output]
-    request = GenerateRequest(
-        request_id=name,
-        model="m",
-        token_ids=tuple(tokens),
-        num_prompt_tokens=len(prompt),
-        hash_root=root,
-        block_hashes=tuple(hash_blocks(root, tokens, BLOCK_SIZE)),
-        sampling=SamplingParams(**{"max_tokens": 16, **sampling}),  # type: ignore[arg-type]
-        deadline_unix_s=1e12,
-        draft_token_ids=draft,
-    )
-    return Sequence(request)
+    sampling |= {"request_id": name, "draft_token_ids": draft}
+    return generate_requests.new_sequence(prompt, output, block_size=BLOCK_SIZE, **sampling)
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:

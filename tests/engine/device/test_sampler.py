@@ -14,7 +14,8 @@ from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken
 from disagg.kernels.torch.sampling import gumbel, mix, noise_keys, signed
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import SamplingParams
+from tests import generate_requests
 
 VOCAB_SIZE = 50
 
@@ -22,17 +23,7 @@ VOCAB_SIZE = 50
 def new_sequence(
     sampling: SamplingParams, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = ()
 ) -> Sequence:
-    request = GenerateRequest(
-        request_id="r",
-        model="m",
-        token_ids=prompt + output,
-        num_prompt_tokens=len(prompt),
-        hash_root=b"",
-        block_hashes=(),
-        sampling=sampling,
-        deadline_unix_s=0.0,
-    )
-    return Sequence(request)
+    return generate_requests.new_sequence(prompt, output, sampling=sampling)
 
 
 def params(**changes: object) -> SamplingParams:

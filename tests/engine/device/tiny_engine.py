@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from disagg.blocks import hash_root
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import GenerateRequest, Grammar, SamplingParams
+from disagg.messages import Grammar
+from tests.generate_requests import new_sequence
 
 EOS_ID = 257
 CONFIG = EngineConfig(
@@ -30,18 +30,9 @@ def sequence(
     **sampling: Any,
 ) -> Sequence:
     fields = {"max_tokens": 400, "stop_token_ids": (EOS_ID,), "temperature": 1.0, **sampling}
-    request = GenerateRequest(
-        request_id=f"{grammar}{prompt}{output}{draft}{fields}",
-        model="m",
-        token_ids=prompt + output,
-        num_prompt_tokens=len(prompt),
-        hash_root=hash_root("test", CONFIG.block_size or 0),
-        block_hashes=(),
-        sampling=SamplingParams(grammar=grammar, **fields),
-        deadline_unix_s=1e12,
-        draft_token_ids=draft,
-    )
-    return Sequence(request)
+    name = f"{grammar}{prompt}{output}{draft}{fields}"
+    fields |= {"request_id": name, "grammar": grammar, "draft_token_ids": draft}
+    return new_sequence(prompt, output, **fields)
 
 
 def run(engine: Engine, *sequences: Sequence) -> list[str | None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
 import pytest
 from hypothesis import given
 
 from disagg.engine.engine import Engine
-from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.errors import ContextLengthExceeded, RequestError, StartupError
-from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
+from disagg.messages import TokenLogprobs
+from tests import generate_requests
 from tests.engine.fake_runner import FakeRunner, expected_tokens, work_of
 from tests.engine.workload import (
     Driver,
@@ -236,33 +237,19 @@ def test_stop_tokens_and_min_tokens() -> None:
     stop = expected[1]
     assert stop != expected[0]
     engine, _ = new_engine(20, 4)
-    cases: list[tuple[dict[str, object], int, str]] = [
+    cases: list[tuple[dict[str, Any], int, str]] = [
         ({}, 2, "stop"),
         ({"max_tokens": 2}, 2, "stop"),
         ({"min_tokens": 3}, 8, "length"),
         ({"stop_token_ids": ()}, 8, "length"),
     ]
     for changes, num_tokens, reason in cases:
-        sequence = with_sampling(prompt(5), stop, changes)
+        usual: dict[str, Any] = {"max_tokens": 8, "stop_token_ids": (stop,)}
+        sequence = generate_requests.new_sequence(prompt(5), **(usual | changes))
         engine.submit(sequence)
         events = [event for _ in range(9) for event in engine.step()]
         assert [token for event in events for token in event.token_ids] == expected[:num_tokens]
         assert events[-1].finish_reason == reason
-
-
-def with_sampling(tokens: tuple[int, ...], stop: int, changes: dict[str, object]) -> Sequence:
-    raw = {"max_tokens": 8, "stop_token_ids": (stop,), **changes}
-    request = GenerateRequest(
-        request_id=f"stop-{changes}",
-        model="fake",
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens),
-        hash_root=b"root",
-        block_hashes=(),
-        sampling=msgspec.convert(raw, SamplingParams),
-        deadline_unix_s=1e12,
-    )
-    return Sequence(request)
 
 
 def test_what_can_never_fit_is_refused_in_numbers() -> None:

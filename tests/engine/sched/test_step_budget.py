@@ -8,8 +8,8 @@ import pytest
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepTimeModel
+from tests import generate_requests
 from tests.engine.fake_runner import FakeKV
 from tests.engine.workload import arrive, new_engine, new_sequence, prompt
 
@@ -19,18 +19,10 @@ MOST = 100  # tokens of a step
 
 
 def stream(tpot_slo_s: float, max_tokens: int = 40) -> Sequence:
-    request = GenerateRequest(
-        request_id=f"stream-{tpot_slo_s}",
-        model="fake",
-        token_ids=prompt(4),
-        num_prompt_tokens=4,
-        hash_root=b"",
-        block_hashes=(),
-        sampling=SamplingParams(max_tokens=max_tokens),
-        deadline_unix_s=math.inf,
-        tpot_slo_s=tpot_slo_s,
+    name = f"stream-{tpot_slo_s}"
+    return generate_requests.new_sequence(
+        prompt(4), request_id=name, max_tokens=max_tokens, tpot_slo_s=tpot_slo_s
     )
-    return Sequence(request)
 
 
 def engine_with_times() -> tuple[Engine, FakeKV]:

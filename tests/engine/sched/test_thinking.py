@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.thinking import Allowed, ThinkingState
-from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking
+from disagg.messages import Grammar, Thinking
+from tests.generate_requests import new_sequence
 
 START, END, BREAK = 10, 11, 12
 THINK = Thinking(starts=((START,), (BREAK, START)), end=(END,), forced_end=(END,))
@@ -93,14 +94,9 @@ def test_a_budget_ends_the_reasoning(
 
 
 def sequence(thinking: Thinking, grammar: Grammar | None = None) -> Sequence:
-    sampling = SamplingParams(max_tokens=1000, thinking=thinking, grammar=grammar)
-    return Sequence(
-        GenerateRequest(
-            request_id="r", model="m", token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
-            hash_root=b"", block_hashes=(), sampling=sampling, deadline_unix_s=1e12,
-            draft_token_ids=(7, 8),
-        )
-    )  # fmt: skip
+    return new_sequence(
+        PROMPT, max_tokens=1000, thinking=thinking, grammar=grammar, draft_token_ids=(7, 8)
+    )
 
 
 def test_what_is_over_costs_nothing_more() -> None:
