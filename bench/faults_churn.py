@@ -131,9 +131,7 @@ class Churn:
         )
         runner = self._runners[worker_id] = FakePacedRunner(kv)
         slab = Slab(kv.base_address, NUM_BLOCKS, kv.block_nbytes, kv.layout, owner=kv)
-        transport = CountingTransport(
-            self._sides, worker_id, epoch, slab, stamps, clock=time.monotonic
-        )
+        transport = CountingTransport(self._sides, slab, stamps, clock=time.monotonic)
         transport.met = self.tally.met
         engine = Engine(scheduler, runner)
         return Parts(engine, stamps, transport, None, kv.read_blocks, kv.write_block)

@@ -115,8 +115,6 @@ class Side:
             owner=cache,
         )
         self.transport = NixlTransport(
-            name,
-            EPOCH,
             slab,
             stamps,
             clock=time.perf_counter,

@@ -119,7 +119,7 @@ def moved(config: ModelConfig, length: int, *, in_groups: bool) -> tuple[int, in
     engine, runner, stamps, block_nbytes = serve(config, in_groups=in_groups, nbytes=POOL_NBYTES)
     pool = engine.pool
     slab = Slab(1, pool.num_blocks, 1, "bench")
-    export = KVExport(engine, describe("bench", 1, "local", slab, stamps), stamps.generations)
+    export = KVExport(engine, describe("local", slab, stamps), stamps.generations)
     sequence = new_sequence("moved", [4] * length, hand_over=True)
     engine.submit(sequence)
     while engine.has_work:

@@ -85,7 +85,7 @@ def paced_parts(
     return Parts(
         Engine(scheduler, PacedRunner(token_id, time.monotonic, time.sleep)),
         stamps,
-        LocalTransport(LocalFleet(), worker_id, epoch, slab, stamps, clock=time.monotonic),
+        LocalTransport(LocalFleet(), slab, stamps, clock=time.monotonic),
         None,
         lambda block_ids: [bytes(BLOCK_NBYTES)] * len(block_ids),
         lambda block_id, raw: None,

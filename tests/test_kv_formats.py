@@ -111,7 +111,7 @@ def test_formats_never_mix(model: Path) -> None:
             owner=kv_cache,
         )
         stamps = Stamps(kv_cache.num_blocks, f"worker-{worker_id}", 1)
-        sides[name] = (slab, describe(f"worker-{worker_id}", 1, "local", slab, stamps))
+        sides[name] = (slab, describe("local", slab, stamps))
     assert sides["int8"][0].block_nbytes == sides["fp8"][0].block_nbytes
     assert sides["int4"][0].block_nbytes == 0.6 * sides["int8"][0].block_nbytes  # heads of 16
     for mine, theirs in permutations(FORMATS, 2):

@@ -50,10 +50,8 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Ca
     """A prefill and a decode worker with little room for anything, over a store."""
     fleet = LocalFleet()
 
-    def new_transport(
-        config: ServeConfig, worker_id: str, epoch: int, slab: Slab, stamps: Stamps, _: None
-    ) -> LocalTransport:
-        return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
+    def new_transport(config: ServeConfig, slab: Slab, stamps: Stamps, _: None) -> LocalTransport:
+        return LocalTransport(fleet, slab, stamps, clock=time.monotonic)
 
     monkeypatch.setattr(pulls, "MAX_USED_TICKETS", 16)
     monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 64)

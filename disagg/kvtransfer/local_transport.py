@@ -50,20 +50,14 @@ class LocalTransport:
     """
 
     def __init__(
-        self,
-        fleet: LocalFleet,
-        worker_id: str,
-        epoch: int,
-        slab: Slab,
-        stamps: Stamps,
-        *,
-        clock: Callable[[], float],
+        self, fleet: LocalFleet, slab: Slab, stamps: Stamps, *, clock: Callable[[], float]
     ) -> None:
         if slab.device_id != HOST and (slab.part or not isinstance(slab.owner, DeviceMemory)):
             raise StartupError("the local transport cannot copy this slab's memory; use nixl")
-        if (worker_id, epoch) in fleet.sides:
-            raise StartupError(f"worker {worker_id} of epoch {epoch} has a local side already")
-        self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
+        self._peer = describe(TRANSPORT, slab, stamps)
+        name = self._peer.worker_id, self._peer.epoch
+        if name in fleet.sides:
+            raise StartupError(f"worker {name[0]} of epoch {name[1]} has a local side already")
         self._fleet = fleet
         self._slab = slab
         self._stamps = stamps
@@ -72,7 +66,7 @@ class LocalTransport:
         self._pulls: list[Pull] = []
         self._scratch = array("Q", bytes(slab.num_blocks * GENERATION_NBYTES))
         self._inbox: deque[str] = deque()  # other sides' threads append
-        fleet.sides[worker_id, epoch] = self
+        fleet.sides[name] = self
 
     @property
     def peer(self) -> Peer:

@@ -73,8 +73,6 @@ class NixlTransport:
 
     def __init__(
         self,
-        worker_id: str,
-        epoch: int,
         slab: Slab,
         stamps: Stamps,
         *,
@@ -87,7 +85,7 @@ class NixlTransport:
         before_pull: Callable[[], None] = lambda: None,
         progress_thread: bool | None = None,
     ) -> None:
-        self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
+        self._peer = describe(TRANSPORT, slab, stamps)
         self._clock = clock
         self._slab = slab
         self._book = PullBook(slab, TRANSPORT)

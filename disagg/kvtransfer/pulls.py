@@ -54,15 +54,13 @@ class Source(NamedTuple):
     nbytes: int
 
 
-def describe(
-    worker_id: str, epoch: int, transport: str, slab: Slab, stamps: Stamps, agent: bytes = b""
-) -> Peer:
+def describe(transport: str, slab: Slab, stamps: Stamps, agent: bytes = b"") -> Peer:
     """The record by which peers reach this worker's slab.
 
     Raises:
         StartupError: the worker has no id, or its stamps are not those of its slab.
     """
-    if not worker_id:
+    if not stamps.worker_id:
         raise StartupError("a worker needs an id before others can reach it")
     if stamps.nbytes != slab.num_blocks * GENERATION_NBYTES:
         raise StartupError(
@@ -70,8 +68,8 @@ def describe(
             f" {stamps.nbytes // GENERATION_NBYTES}; every block needs one stamp"
         )
     return Peer(
-        worker_id=worker_id,
-        epoch=epoch,
+        worker_id=stamps.worker_id,
+        epoch=stamps.epoch,
         transport=transport,
         layout=slab.layout,
         num_blocks=slab.num_blocks,

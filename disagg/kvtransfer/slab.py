@@ -183,6 +183,7 @@ class Stamps:
     happens to lie at the same address, or memory full of zeros, never looks like this one.
 
     Attributes:
+        worker_id, epoch: the process whose blocks these are.
         generations: the table; the engine's block pool increments its entries in place.
         address: of the first entry.
     """
@@ -190,6 +191,7 @@ class Stamps:
     def __init__(self, num_blocks: int, worker_id: str, epoch: int) -> None:
         if num_blocks <= 0:
             raise StartupError(f"a stamp table needs at least one block, got {num_blocks}")
+        self.worker_id, self.epoch = worker_id, epoch
         first = first_generation(worker_id, epoch)
         self.generations: array[int] = array("Q", [first]) * num_blocks
         # An array with an exported buffer refuses to be resized, so the address stays true.

@@ -149,9 +149,7 @@ def build_parts(
             "Step times of %s are predicted from the roofline of %s at first.", tier.name, roofline
         )
         stamps = made[0]
-        memory = RankMemory.build(
-            config, tier.engine, kv_cache, worker_id, epoch, stamps, local_fleet
-        )
+        memory = RankMemory.build(config, tier.engine, kv_cache, stamps, local_fleet)
         cold_tier = new_cold_tier(memory.store, memory.slab, ranks)
         copier, transport, host_tier = memory.copier, memory.transport, None
         if ranks is not None:
@@ -218,8 +216,6 @@ class RankMemory:
         config: ServeConfig,
         engine: EngineConfig,
         kv_cache: KVCache,
-        worker_id: str,
-        epoch: int,
         stamps: Stamps,
         local_fleet: LocalFleet | None = None,
     ) -> RankMemory:
@@ -250,8 +246,6 @@ class RankMemory:
             reader or kv_cache.read_blocks,
             new_transport(
                 config,
-                worker_id,
-                epoch,
                 slab,
                 stamps,
                 local_fleet,
@@ -263,8 +257,6 @@ class RankMemory:
 
 def new_transport(
     config: ServeConfig,
-    worker_id: str,
-    epoch: int,
     slab: Slab,
     stamps: Stamps,
     local_fleet: LocalFleet | None,
@@ -274,15 +266,13 @@ def new_transport(
     """Make the transport that the configuration names. `NixlTransport` has the arguments."""
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
-        return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
+        return LocalTransport(fleet, slab, stamps, clock=time.monotonic)
     # NIXL here and Redis below are imported only by workers that use them.
     from disagg.kvtransfer.nixl_transport import NixlTransport
 
     if slab.device_id != HOST:
         _warn_of_allocator(os.environ)
     return NixlTransport(
-        worker_id,
-        epoch,
         slab,
         stamps,
         clock=time.monotonic,

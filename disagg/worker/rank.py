@@ -175,7 +175,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Moves]:
     cache = pipes.caches.get()
     kv_cache = follower.allocate(cache.num_blocks, cache.max_num_seqs)
     stamps = Stamps(cache.num_blocks, start.name, start.epoch)  # only the first rank's are read
-    memory = RankMemory.build(start.config, engine, kv_cache, start.name, start.epoch, stamps)
+    memory = RankMemory.build(start.config, engine, kv_cache, stamps)
     pipes.tell(RankReady(memory.transport.peer))
     store = memory.store
     moves = Moves(

@@ -119,7 +119,7 @@ def fake_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int
     return Parts(
         Engine(scheduler, runner),
         stamps,
-        new_transport(config, worker_id, epoch, slab, stamps, None),
+        new_transport(config, slab, stamps, None),
         new_cold_tier(store, slab),
         kv.read_blocks,
         kv.write_block,

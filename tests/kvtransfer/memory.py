@@ -63,7 +63,7 @@ class Memory:
 
     def peer(self, transport: str = "local", agent: bytes = b"") -> Peer:
         """How this memory describes itself, without a transport."""
-        return describe(self.worker_id, self.epoch, transport, self.slab, self.stamps, agent)
+        return describe(transport, self.slab, self.stamps, agent)
 
     def ticket(self, ticket_id: str, block_ids: Iterable[int]) -> KVTicket:
         return issue_ticket(

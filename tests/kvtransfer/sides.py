@@ -24,14 +24,11 @@ class Sides:
 
     def open(self, memory: Memory) -> Transport:
         opened: Transport
-        name, epoch = memory.worker_id, memory.epoch
         slab, stamps, clock = memory.slab, memory.stamps, time.monotonic
         if self.kind == "local":
-            opened = LocalTransport(self._fleet, name, epoch, slab, stamps, clock=clock)
+            opened = LocalTransport(self._fleet, slab, stamps, clock=clock)
         else:
-            opened = NixlTransport(
-                name, epoch, slab, stamps, clock=clock, settle_s=0.05, interface="lo"
-            )
+            opened = NixlTransport(slab, stamps, clock=clock, settle_s=0.05, interface="lo")
         self._open.append(opened)
         return opened
 

@@ -28,15 +28,7 @@ def main(epoch: int, block_nbytes: int, ucx: dict[str, str], num_ranks: int) -> 
         memories = rank_memories("source", num_ranks, epoch=epoch)
     memory = memories[0]
     side, *others = (
-        NixlTransport(
-            each.worker_id,
-            epoch,
-            each.slab,
-            each.stamps,
-            clock=time.monotonic,
-            interface="lo",
-            ucx=ucx,
-        )
+        NixlTransport(each.slab, each.stamps, clock=time.monotonic, interface="lo", ucx=ucx)
         for each in memories
     )
     released: list[str] = []

@@ -23,23 +23,14 @@ from tests.kvtransfer.memory import Memory
 
 
 def open_side(fleet: LocalFleet, memory: Memory) -> LocalTransport:
-    return LocalTransport(
-        fleet,
-        memory.worker_id,
-        memory.epoch,
-        memory.slab,
-        memory.stamps,
-        clock=time.monotonic,
-    )
+    return LocalTransport(fleet, memory.slab, memory.stamps, clock=time.monotonic)
 
 
 class Torn(LocalTransport):
     """Calls back at the three moments that matter."""
 
     def __init__(self, fleet: LocalFleet, memory: Memory) -> None:
-        super().__init__(
-            fleet, memory.worker_id, 1, memory.slab, memory.stamps, clock=time.monotonic
-        )
+        super().__init__(fleet, memory.slab, memory.stamps, clock=time.monotonic)
         self.before_copy: Callable[[], None] = lambda: None
         self.before_stamps: Callable[[], None] = lambda: None
         self.after_stamps: Callable[[], None] = lambda: None
@@ -84,12 +75,12 @@ def test_a_pull_is_accepted_exactly_when_its_blocks_were_not_used_again(
 def test_device_memory_that_nobody_can_copy_is_refused() -> None:
     slab = Slab(4096, 1, 64, "l", device_id=0)
     with pytest.raises(StartupError, match="cannot copy this slab"):
-        LocalTransport(LocalFleet(), "w", 1, slab, Stamps(1, "w", 1), clock=time.monotonic)
+        LocalTransport(LocalFleet(), slab, Stamps(1, "w", 1), clock=time.monotonic)
     shape = KVShape(2, 1, 4, 8, FORMATS["bfloat16"], "weights")
     cache = KVCache(shape, 1, torch.device("cpu"))
     part = Slab(4096, 1, 64, "l", device_id=0, owner=cache, part=BlockPart(0, 128))
     with pytest.raises(StartupError, match="cannot copy this slab"):
-        LocalTransport(LocalFleet(), "w", 1, part, Stamps(1, "w", 1), clock=time.monotonic)
+        LocalTransport(LocalFleet(), part, Stamps(1, "w", 1), clock=time.monotonic)
 
 
 def test_blocks_of_a_device_are_copied_by_their_owner() -> None:
@@ -101,13 +92,11 @@ def test_blocks_of_a_device_are_copied_by_their_owner() -> None:
     source, reader = (
         LocalTransport(
             fleet,
-            name,
-            1,
             Slab(1, 8, cache.block_nbytes, cache.layout, device_id=0, owner=cache),
             table,
             clock=time.monotonic,
         )
-        for name, cache, table in zip(("source", "reader"), caches, stamps, strict=True)
+        for cache, table in zip(caches, stamps, strict=True)
     )
     caches[0].slab.copy_(torch.randn(caches[0].slab.shape))
     reader.add_peer(source.peer)

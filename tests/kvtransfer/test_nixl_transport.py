@@ -129,8 +129,6 @@ def open_reader() -> Iterator[Open]:
         memory: Memory, *, ucx: Mapping[str, str] = EMPTY, pull_timeout_s: float = 30.0
     ) -> NixlTransport:
         side = NixlTransport(
-            memory.worker_id,
-            memory.epoch,
             memory.slab,
             memory.stamps,
             clock=time.monotonic,
@@ -242,7 +240,7 @@ def test_blocks_of_a_hanging_pull_stay_blocked_until_it_is_over(
 def test_closing_ends_even_a_hanging_pull(start: Start) -> None:
     source, memory = start(ucx=TCP), Memory("reader")
     reader = NixlTransport(
-        "reader", 1, memory.slab, memory.stamps, clock=time.monotonic, interface="lo", ucx=TCP
+        memory.slab, memory.stamps, clock=time.monotonic, interface="lo", ucx=TCP
     )
     reader.add_peer(source.peer)
     reader.pull(source.ticket("warm-up", [0]), 0, [0])
@@ -336,7 +334,7 @@ def test_a_thousand_pulls_leave_nothing_behind(open_reader: Open) -> None:
 def test_memory_that_is_not_there_is_refused_at_start() -> None:
     slab = Slab(4096, num_blocks=4, block_nbytes=4096, layout="l", device_id=0)
     with pytest.raises(StartupError, match=r"NIXL could not be started .*libnvidia-ml"):
-        NixlTransport("w", 1, slab, Stamps(4, "w", 1), clock=time.monotonic)
+        NixlTransport(slab, Stamps(4, "w", 1), clock=time.monotonic)
 
 
 def resident_nbytes() -> int:

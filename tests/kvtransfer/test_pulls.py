@@ -140,9 +140,9 @@ def test_a_peer_that_does_not_fit_is_refused_in_words(change: dict[str, Any], me
 
 def test_a_side_needs_a_name_and_one_stamp_per_block() -> None:
     with pytest.raises(StartupError, match="needs an id"):
-        describe("", 1, "local", READER.slab, READER.stamps)
+        describe("local", READER.slab, Stamps(32, "", 1))
     with pytest.raises(StartupError, match="32 blocks, the stamp table 31"):
-        describe("w", 1, "local", READER.slab, Stamps(31, "w", 1))
+        describe("local", READER.slab, Stamps(31, "w", 1))
 
 
 NUMBERS = st.one_of(st.integers(-2, 40), st.integers(-(2**70), 2**70))

@@ -30,7 +30,7 @@ NUM_BLOCKS = 6
 class Rank:
     """A rank's cache, and its slab."""
 
-    def __init__(self, shape: KVShape, name: str, stamps: Stamps, fleet: LocalFleet) -> None:
+    def __init__(self, shape: KVShape, name: str, fleet: LocalFleet) -> None:
         self.shape = shape
         self.memory = torch.randint(0, 256, (NUM_BLOCKS * shape.block_nbytes,), dtype=torch.uint8)
         sizes = (shape.num_layers, shape.num_own_heads, shape.block_size, shape.head_dim)
@@ -43,21 +43,19 @@ class Rank:
             owner=self.memory,
             part=shape.part,
         )
-        self.transport = LocalTransport(fleet, name, 1, slab, stamps, clock=lambda: 0.0)
+        self.stamps = Stamps(NUM_BLOCKS, name, 1)
+        self.transport = LocalTransport(fleet, slab, self.stamps, clock=lambda: 0.0)
 
     @property
     def heads(self) -> slice:
         return slice(*self.shape.share.kv_heads(self.shape.num_kv_heads))
 
 
-def ranks_of(
-    shape: KVShape, name: str, num_ranks: int, fleet: LocalFleet
-) -> tuple[list[Rank], Stamps]:
-    stamps = Stamps(NUM_BLOCKS, name, 1)
+def ranks_of(shape: KVShape, name: str, num_ranks: int, fleet: LocalFleet) -> list[Rank]:
     names = [f"{name}.{rank}" if rank else name for rank in range(num_ranks)]
     shares = [Share(rank, num_ranks) for rank in range(num_ranks)]
     shapes = [replace(shape, share=share) for share in shares]
-    return [Rank(s, n, stamps, fleet) for s, n in zip(shapes, names, strict=True)], stamps
+    return [Rank(*each, fleet) for each in zip(shapes, names, strict=True)]
 
 
 def parts(pages: KVPages) -> list[Tensor]:
@@ -97,14 +95,14 @@ def test_every_byte_of_every_head_arrives_where_the_layout_says_and_nothing_else
     num_heads, num_source_ranks, num_ranks = sizes
     whole = KVShape(num_layers, num_heads, block_size, head_dim, format, "weights")
     fleet, blocks, into = LocalFleet(), blocks[:num], into[:num]
-    source, stamps = ranks_of(whole, "source", num_source_ranks, fleet)
+    source = ranks_of(whole, "source", num_source_ranks, fleet)
     nbytes = NUM_BLOCKS * whole.block_nbytes
     memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     stored = parts(pages_of(memory, format, num_layers, num_heads, block_size, head_dim))
     for rank in source:
         for own, all_heads in zip(parts(rank.pages), stored, strict=True):
             own.copy_(all_heads[:, :, :, rank.heads])
-    reader, _ = ranks_of(whole, "reader", num_ranks, fleet)
+    reader = ranks_of(whole, "reader", num_ranks, fleet)
     before = [rank.memory.clone() for rank in reader]
     transport = RankedTransport(
         reader[0].transport, tasks_of([FakeRank(rank.transport) for rank in reader[1:]])
@@ -112,7 +110,7 @@ def test_every_byte_of_every_head_arrives_where_the_layout_says_and_nothing_else
     transport.add_peer(peer_of([rank.transport.peer for rank in source]))
     ticket = issue_ticket(
         source[0].transport.peer,
-        stamps.generations,
+        source[0].stamps.generations,
         ticket_id="t",
         num_tokens=1,
         block_ids=blocks,
@@ -183,7 +181,7 @@ def test_a_pull_of_4096_tokens_of_llama_3_70b_takes_few_descriptors(
 
     stamps = Stamps(64, "source", 1)
     peers = [
-        describe("source", 1, "local", slab_of(rank, num_source_ranks), stamps)
+        describe("local", slab_of(rank, num_source_ranks), stamps)
         for rank in range(num_source_ranks)
     ]
     peer = peer_of(peers)

@@ -33,9 +33,7 @@ from tests.kvtransfer.memory import Memory
 
 memory = Memory("worker")
 interface = sys.argv[1] or None
-side = NixlTransport(
-    "worker", 1, memory.slab, memory.stamps, clock=time.monotonic, interface=interface
-)
+side = NixlTransport(memory.slab, memory.stamps, clock=time.monotonic, interface=interface)
 print(json.dumps(sorted(each.address for each in listeners())))
 side.close()
 """
@@ -58,9 +56,7 @@ def test_on_the_loopback_nothing_else_listens() -> None:
 def test_an_interface_that_is_not_there_is_refused_in_words() -> None:
     memory = Memory("worker")
     with pytest.raises(StartupError, match=r"'eth77', and this machine has .* lo") as refused:
-        NixlTransport(
-            "worker", 1, memory.slab, memory.stamps, clock=time.monotonic, interface="eth77"
-        )
+        NixlTransport(memory.slab, memory.stamps, clock=time.monotonic, interface="eth77")
     assert refused.value.param == "transfer_interface"
 
 
@@ -150,7 +146,7 @@ memories = [
 ]
 source, reader = (
     NixlTransport(
-        each.worker_id, 1, each.slab, each.stamps, clock=time.monotonic, interface="lo", ucx=ucx,
+        each.slab, each.stamps, clock=time.monotonic, interface="lo", ucx=ucx,
         progress_thread=progress_thread,
     )
     for each in memories
@@ -193,8 +189,6 @@ def test_the_thread_that_uses_nixl_has_the_device_before_the_agent_is_made(
     memory, other = Memory("worker"), Memory("other")
     sides = [
         NixlTransport(
-            each.worker_id,
-            1,
             each.slab,
             each.stamps,
             clock=time.monotonic,

@@ -78,9 +78,7 @@ class Member:
         self.engine = Engine(scheduler, self.runner)
         slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
         clock = partial(getattr, world, "now")
-        self.transport = FatefulTransport(
-            world.fates, world.sides, self.name, epoch, slab, stamps, clock=clock
-        )
+        self.transport = FatefulTransport(world.fates, world.sides, slab, stamps, clock=clock)
         self.tier = None
         if world.store is not None and play.caching:
             self.tier = new_tier(world.fates, world.store, kv.block_nbytes, clock)

@@ -108,7 +108,7 @@ class Rig:
             runner = self.runners[worker_id] = GatedRunner(kv)
             slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
             transport = self.transports[worker_id] = GatedTransport(
-                self._sides, worker_id, epoch, slab, stamps, clock=time.monotonic
+                self._sides, slab, stamps, clock=time.monotonic
             )
             engine = Engine(scheduler, runner)
             return Parts(engine, stamps, transport, None, kv.read_blocks, kv.write_block)

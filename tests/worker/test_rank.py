@@ -43,9 +43,7 @@ class Part:
         self.thread = StoreThread(self.store, self.kv.block_nbytes, time.monotonic)
         memory = Memory("reader.1")
         self.moves = Moves(
-            LocalTransport(
-                LocalFleet(), "reader.1", 1, memory.slab, memory.stamps, clock=lambda: 0.0
-            ),
+            LocalTransport(LocalFleet(), memory.slab, memory.stamps, clock=lambda: 0.0),
             self.copies,
             self.thread,
             self.kv.read_blocks,
@@ -124,8 +122,7 @@ def test_a_block_is_read_for_the_store_before_a_pull_may_write_there(part: Part)
             return 1
 
     memory = Memory("reader.1")
-    own = memory.slab, memory.stamps
-    transport = Transport(LocalFleet(), "reader.1", 1, *own, clock=lambda: 0.0)
+    transport = Transport(LocalFleet(), memory.slab, memory.stamps, clock=lambda: 0.0)
     moves = Moves(transport, None, part.thread, noted, part.kv.write_block, part.sent.append)
     first, other = Pipe()
     first.send_bytes(encode(RankPut(7, [(3, name(1))], False)))

@@ -71,8 +71,6 @@ class Probe:
         self._num_pulls = 0
         stamps = Stamps(NUM_BLOCKS, name, 1)
         self.side: NixlTransport = NixlTransport(
-            name,
-            1,
             self.slab,
             stamps,
             clock=time.perf_counter,

@@ -45,13 +45,11 @@ class SimulatedTransport:
     def __init__(
         self,
         network: SimulatedNetwork,
-        worker_id: str,
-        epoch: int,
         slab: Slab,
         stamps: Stamps,
         wake: Callable[[], None],
     ) -> None:
-        self._peer = describe(worker_id, epoch, TRANSPORT, slab, stamps)
+        self._peer = describe(TRANSPORT, slab, stamps)
         self._network = network
         self._stamps = stamps
         self._wake = wake
@@ -60,7 +58,7 @@ class SimulatedTransport:
         self._is_open = True
         self._sends = Port(network.bytes_per_s)
         self._reads = Port(network.bytes_per_s)
-        network.sides[worker_id] = self
+        network.sides[self._peer.worker_id] = self
 
     @property
     def peer(self) -> Peer:

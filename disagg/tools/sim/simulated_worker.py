@@ -91,9 +91,7 @@ class SimulatedWorker:
         self._runner = TimedRunner()
         self._engine = Engine(scheduler, self._runner)
         slab = Slab(1, spec.num_blocks, spec.block_nbytes, LAYOUT)
-        self.transport = SimulatedTransport(
-            network, spec.worker_id, epoch, slab, stamps, self._wake
-        )
+        self.transport = SimulatedTransport(network, slab, stamps, self._wake)
         self._core = WorkerCore(
             Parts(
                 self._engine,

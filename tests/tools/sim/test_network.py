@@ -22,7 +22,7 @@ class Worker:
         self._stamps = Stamps(NUM_BLOCKS, name, epoch=1)
         slab = Slab(1, NUM_BLOCKS, BLOCK_NBYTES, "simulated")
         self.done: list[tuple[float, PullDone]] = []
-        self.side = SimulatedTransport(network, name, 1, slab, self._stamps, self._take)
+        self.side = SimulatedTransport(network, slab, self._stamps, self._take)
 
     def ticket(self, ticket_id: str, block_ids: tuple[int, ...]) -> KVTicket:
         peer, stamps = self.side.peer, self._stamps.of(block_ids)
