@@ -12,7 +12,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
-from disagg.api.http.app import AsgiApp, ask_nobody
+from disagg.api.http.app import AsgiApp
+from disagg.api.http.monitoring import ask_nobody
 from disagg.app import membership, private_ray
 from disagg.app.autoscaling import is_scaled, last_decisions
 from disagg.app.haproxy import read_metrics
@@ -86,7 +87,7 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._core.update, records)
 
     async def _ask_others(self, method: str, *args: Any) -> list[Any]:
-        """See `HttpApp`. Those that are gone or slow do not count."""
+        """See `Monitoring`. Those that are gone or slow do not count."""
         try:
             if self._others is None:
                 name = serve.get_replica_context().app_name
@@ -100,8 +101,8 @@ class Ingress:
         return [each for asked, each in answers if asked != self._replica]
 
     async def answer(self, asker: str, method: str, *args: Any) -> tuple[str, Any]:
-        """The id of this ingress and what a method of its `HttpApp` returns, for another one."""
-        found = None if asker == self._replica else getattr(self._core.app, method)(*args)
+        """The id of this ingress and what a method of its `Monitoring` returns, for another one."""
+        found = None if asker == self._replica else getattr(self._core.monitoring, method)(*args)
         return self._replica, found if found is None else await found
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.api.http.app import AskOthers, HttpApp, Readiness, ask_nobody
+from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.http.batches import BatchApi
 from disagg.api.http.in_process import asking_for
 from disagg.api.http.metrics import ApiMetrics
+from disagg.api.http.monitoring import AskOthers, Monitoring, ask_nobody
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel, auto_model, check_one_language
 from disagg.api.service import Service, hash_request
@@ -69,7 +70,7 @@ class IngressCore:
     Args:
         ingress_id: id that workers see; unique among ingresses.
         now: returns Unix time in seconds.
-        beside, ask_others: see `HttpApp`.
+        beside, ask_others: see `Monitoring`.
         names_replies: see `HttpApp`.
 
     Raises:
@@ -182,17 +183,21 @@ class IngressCore:
         store = None
         if config.http.files_directory is not None:
             store = BatchStore(Path(config.http.files_directory), config.http.files_nbytes, now)
-        self.app = HttpApp(
-            self.service,
-            config.http,
-            readiness=self.readiness,
-            metrics=metrics,
+        self.monitoring = Monitoring(
+            metrics,
             explain=self._explanation,
             show_fleet=self.state.show,
             add_fleets=add_fleets,
             refresh=self._refresh_queue,
             beside=beside,
             ask_others=ask_others,
+        )
+        self.app = HttpApp(
+            self.service,
+            config.http,
+            readiness=self.readiness,
+            metrics=metrics,
+            monitoring=self.monitoring,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
             planner=PlanRequests({tier.name: str(tier.directory) for tier in config.tiers}),
             secret=hmac.digest(config.cluster_key.encode(), b"sessions", "sha256"),

@@ -17,6 +17,7 @@ import openai
 from disagg.api.http.app import AsgiApp, HttpApp, Readiness
 from disagg.api.http.batches import BatchApi
 from disagg.api.http.metrics import ApiMetrics
+from disagg.api.http.monitoring import Monitoring
 from disagg.api.http.quota import Quota
 from disagg.api.running_job import Generate
 from disagg.api.served_model import ServedModel
@@ -59,7 +60,8 @@ def make_app(
     )
     ids = itertools.count(1)
     options.setdefault("readiness", lambda: READY)
-    options.setdefault("metrics", ApiMetrics())
+    metrics = options.setdefault("metrics", ApiMetrics())
+    options.setdefault("monitoring", Monitoring(metrics))
     options.setdefault("quota", unlimited())
     return HttpApp(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
 

@@ -38,7 +38,7 @@ async def clients(model: Path) -> AsyncIterator[dict[str, httpx.AsyncClient]]:
 
     async def ask_others(asker: str, method: str, *args: Any) -> list[Any]:
         others = (core for name, core in cores.items() if name != asker)
-        return [await getattr(core.app, method)(*args) for core in others]
+        return [await getattr(core.monitoring, method)(*args) for core in others]
 
     async with local.running(config, tiny_parts()) as running, AsyncExitStack() as stack:
         for name in IDS:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -26,15 +26,8 @@ from disagg.api.anthropic import CountTokensRequest
 from disagg.api.apis import BY_PATH, Api, HttpRoute, Method, Who
 from disagg.api.http.batches import BatchApi, no_files
 from disagg.api.http.keys import KeyCheck
-from disagg.api.http.metrics import (
-    CONTENT_TYPE,
-    CUT_BY_DRAIN,
-    OPEN_METRICS,
-    OPEN_METRICS_CONTENT_TYPE,
-    ApiMetrics,
-    RequestTimer,
-    join_expositions,
-)
+from disagg.api.http.metrics import CUT_BY_DRAIN, ApiMetrics, RequestTimer
+from disagg.api.http.monitoring import Monitoring
 from disagg.api.http.page import Planner, WebUi, wants_html
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import (
@@ -99,27 +92,13 @@ class Drained(NamedTuple):
     num_cut: int  # ended with an error because the drain time was over
 
 
-AskOthers: TypeAlias = Callable[..., Awaitable[list[Any]]]
-
-
-async def ask_nobody(method: str, *args: Any) -> list[Any]:
-    """The only ingress has no others."""
-    return []
-
-
 class HttpApp:
     """The ASGI application.
 
     Args:
         readiness: called by `/ready` and `/health`; must be cheap.
-        metrics: the metrics that `/metrics` shows.
-        explain: request id and tenant -> JSON about its routing, for `/debug/requests/{id}`.
-        show_fleet: Unix time or None -> JSON about all workers, for `/debug/fleet?since=...`.
-        add_fleets: makes one of the JSON of several ingresses.
-        refresh: updates gauges before `/metrics` shows them.
-        beside: returns metrics of another process for `/metrics`; called in a thread.
-        ask_others: calls a method of this class in all other ingresses, and returns what those
-            return that are there.
+        metrics: count the requests.
+        monitoring: answers for what operators watch.
         new_id: returns random text for ids that clients do not choose.
         quota: limits of tenants.
         secret: makes sessions of the page that other ingresses accept which have the same one.
@@ -135,13 +114,8 @@ class HttpApp:
         *,
         readiness: Callable[[], Readiness],
         metrics: ApiMetrics,
+        monitoring: Monitoring,
         quota: Quota,
-        explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
-        show_fleet: Callable[[float | None], bytes] = lambda since_unix_s: b"{}",
-        add_fleets: Callable[[Sequence[bytes]], bytes] = lambda shown: shown[0],
-        refresh: Callable[[], None] = lambda: None,
-        beside: Callable[[], bytes] = bytes,
-        ask_others: AskOthers = ask_nobody,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         secret: bytes | None = None,
         planner: Planner | None = None,
@@ -152,13 +126,6 @@ class HttpApp:
         self._config = config
         self._readiness = readiness
         self._metrics = metrics
-        self._explain = explain
-        self._show_fleet = show_fleet
-        self._add_fleets = add_fleets
-        self._refresh = refresh
-        self._beside = beside
-        self._ask_others = ask_others
-        self._asking: dict[bool, asyncio.Task[bytes]] = {}  # for all metrics, by format
         self._new_id = new_id
         self._names_replies = names_replies
         self._key_check = KeyCheck(config, secret=secret)
@@ -170,7 +137,8 @@ class HttpApp:
         metrics.of("requests_body_bytes").set_function(lambda: self._bodies.nbytes)
         metrics.of("num_requests_running").set_function(lambda: len(self._running))
         metrics.of("event_loop_tasks").set_function(lambda: len(asyncio.all_tasks()))
-        routes = self._own_routes(batches)
+        routes = [*self._own_routes(), *(no_files() if batches is None else batches.routes)]
+        routes += monitoring.routes
         if config.ui:
             page = WebUi(self._key_check, planner, self._read_json)
             routes += page.routes
@@ -191,8 +159,8 @@ class HttpApp:
                 expose_headers=("*",),
             )
 
-    def _own_routes(self, batches: BatchApi | None) -> list[HttpRoute]:
-        """All paths but those of the page. The first one that fits a request is taken."""
+    def _own_routes(self) -> list[HttpRoute]:
+        """The paths of requests to models, and of what a load balancer or a newcomer asks."""
         service = self._service
         version_body = b'{"version":"%b"}' % version("disagg").encode()
 
@@ -218,7 +186,6 @@ class HttpApp:
             post("/detokenize", service.detokenize, fields.DetokenizeRequest),
             HttpRoute("/v1/models", self._models, _GET),
             HttpRoute("/v1/models/{name}", self._one_model, _GET),
-            *(no_files() if batches is None else batches.routes),
             HttpRoute("/", self._show_paths, _GET, "everybody", False),
             HttpRoute("/openapi.json", self._show_openapi, _GET, is_shown=False),
             HttpRoute("/health", self._ready, _GET, "everybody"),
@@ -226,9 +193,6 @@ class HttpApp:
             HttpRoute("/ping", self._ready, _GET, "everybody", False),
             HttpRoute("/live", _always(Reply(b"{}")), _GET, "everybody"),
             HttpRoute("/version", _always(Reply(version_body)), _GET, "everybody"),
-            HttpRoute("/metrics", self._show_metrics, _GET, "everybody", False),
-            HttpRoute("/debug/fleet", self._debug_fleet, _GET, "operator", False),
-            HttpRoute("/debug/requests/{id}", self._debug_request, _GET, is_shown=False),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -308,37 +272,6 @@ class HttpApp:
             self._metrics.of("request_refused", request.route.path, error.reason, tenant).inc()
             self._quota.say(request)
         await writer.fail(error, request.path, close=not request.body_is_read)
-
-    async def drain(self, timeout_s: float) -> Drained:
-        """Refuse new requests, and wait for running ones.
-
-        Requests that still run after `timeout_s` end with an error, as a reply or as the last
-        event of a stream. `serve_again` ends the drain. Whoever calls this is to end the process
-        next: if that does not happen, because the caller was killed, requests are accepted again.
-        """
-        self._stopping = stopping = object()
-        running = {work for work in self._running if not work.done()}
-        if running and timeout_s > 0:
-            await asyncio.wait(running, timeout=timeout_s)
-        cut = {work for work in running if not work.done()}
-        if self._stopping is not stopping:  # it serves again, or another drain goes on
-            return Drained(len(running) - len(cut), 0)
-        self._is_cutting = True
-        for work in cut:
-            work.cancel(CUT_BY_DRAIN)
-        if cut:
-            await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
-        asyncio.get_running_loop().call_later(END_WAIT_S, self._was_not_ended, stopping)
-        return Drained(len(running) - len(cut), len(cut))
-
-    def serve_again(self) -> None:
-        """Accept requests again after a drain, or while one waits."""
-        self._stopping = None
-        self._is_cutting = False
-
-    def _was_not_ended(self, stopping: object) -> None:
-        if self._stopping is stopping:  # a later drain has its own time
-            self.serve_again()
 
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
         route = request.route
@@ -423,6 +356,39 @@ class HttpApp:
         nbytes = SCORE_NBYTES * run.num_prompt_numbers
         return Reply(await off_loop(nbytes, lambda: api.body(run)))
 
+    # Stopping
+
+    async def drain(self, timeout_s: float) -> Drained:
+        """Refuse new requests, and wait for running ones.
+
+        Requests that still run after `timeout_s` end with an error, as a reply or as the last
+        event of a stream. `serve_again` ends the drain. Whoever calls this is to end the process
+        next: if that does not happen, because the caller was killed, requests are accepted again.
+        """
+        self._stopping = stopping = object()
+        running = {work for work in self._running if not work.done()}
+        if running and timeout_s > 0:
+            await asyncio.wait(running, timeout=timeout_s)
+        cut = {work for work in running if not work.done()}
+        if self._stopping is not stopping:  # it serves again, or another drain goes on
+            return Drained(len(running) - len(cut), 0)
+        self._is_cutting = True
+        for work in cut:
+            work.cancel(CUT_BY_DRAIN)
+        if cut:
+            await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
+        asyncio.get_running_loop().call_later(END_WAIT_S, self._was_not_ended, stopping)
+        return Drained(len(running) - len(cut), len(cut))
+
+    def serve_again(self) -> None:
+        """Accept requests again after a drain, or while one waits."""
+        self._stopping = None
+        self._is_cutting = False
+
+    def _was_not_ended(self, stopping: object) -> None:
+        if self._stopping is stopping:  # a later drain has its own time
+            self.serve_again()
+
     # Other endpoints
 
     async def _models(self, request: HttpRequest) -> Reply:
@@ -454,55 +420,6 @@ class HttpApp:
         if self._stopping is not None:
             state = msgspec.structs.replace(state, ready=False, reason="the server is stopping")
         return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
-
-    async def _show_metrics(self, request: HttpRequest) -> Reply:
-        is_open = OPEN_METRICS in request.headers.get(b"accept", b"")
-        if request.in_query("ingress") == "own":
-            body = await self.own_metrics(is_open)
-        else:
-            asking = self._asking.get(is_open)
-            if asking is None or asking.done():  # so that nobody makes it ask more often
-                asking = self._asking[is_open] = asyncio.create_task(self._all_metrics(is_open))
-            body = await asyncio.shield(asking)
-        content_type = OPEN_METRICS_CONTENT_TYPE if is_open else CONTENT_TYPE
-        return Reply(body, headers=[(b"content-type", content_type)])
-
-    async def own_metrics(self, is_open: bool) -> bytes:
-        """The metrics of this ingress, in OpenMetrics' format or in Prometheus's."""
-        more = await asyncio.to_thread(self._beside)
-        self._refresh()
-        return self._metrics.expose_open(more) if is_open else self._metrics.expose() + more
-
-    async def _all_metrics(self, is_open: bool) -> bytes:
-        others = await self._ask_others("own_metrics", is_open)
-        own = await self.own_metrics(is_open)
-        return await asyncio.to_thread(join_expositions, [own, *others]) if others else own
-
-    async def own_explanation(self, request_id: str, tenant: str) -> bytes | None:
-        """How this ingress routed a request of a tenant, as JSON; None if it does not know."""
-        return self._explain(request_id, tenant)
-
-    async def _debug_request(self, request: HttpRequest) -> Reply:
-        found = self._explain(request.in_path, request.tenant)
-        if found is None:
-            others = await self._ask_others("own_explanation", request.in_path, request.tenant)
-            found = next((each for each in others if each is not None), None)
-        if found is None:
-            raise UnknownUrl(
-                "No ingress knows a routing decision for this request id: it is too old or not"
-                " yours, or the ingress that served it is gone."
-            )
-        return Reply(found)
-
-    async def _debug_fleet(self, request: HttpRequest) -> Reply:
-        since_unix_s = request.seconds_in_query("since")
-        others = await self._ask_others("own_fleet", since_unix_s)
-        own = self._show_fleet(since_unix_s)
-        return Reply(await asyncio.to_thread(self._add_fleets, [own, *others]) if others else own)
-
-    async def own_fleet(self, since_unix_s: float | None) -> bytes:
-        """The fleet as this ingress sees it, as JSON."""
-        return self._show_fleet(since_unix_s)
 
     async def _read_json(self, request: HttpRequest) -> bytes:
         request.check_json()

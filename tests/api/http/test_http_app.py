@@ -16,6 +16,8 @@ import uvicorn
 
 from disagg.api.http import request
 from disagg.api.http.app import AsgiApp, Readiness
+from disagg.api.http.metrics import ApiMetrics
+from disagg.api.http.monitoring import Monitoring
 from disagg.api.http.reply import WRITE_NOW
 from disagg.api.running_job import RunningJob
 from disagg.config import HttpConfig
@@ -206,12 +208,9 @@ async def test_tokenize_and_back() -> None:
 
 
 async def test_decisions_are_shown_where_they_are_kept() -> None:
-    app = make_app(
-        explain=lambda request_id, tenant: (
-            b'{"tier":"tiny"}' if request_id == "chatcmpl-id1" else None
-        )
-    )
-    async with http_client(app) as client:
+    known = {"chatcmpl-id1": b'{"tier":"tiny"}'}
+    monitoring = Monitoring(ApiMetrics(), explain=lambda name, tenant: known.get(name))
+    async with http_client(make_app(monitoring=monitoring)) as client:
         answer = (await client.post(URL, json=CHAT)).json()
         reply = await client.get(f"/debug/requests/{answer['id']}")
         assert reply.json() == {"tier": "tiny"}
