@@ -32,7 +32,8 @@ from disagg.batch.store import BatchStore
 from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.adapters import FleetAndAdapters, ServedAdapters
 from disagg.ingress.admission_queue import AdmissionQueue
-from disagg.ingress.dispatch import Decision, Dispatcher
+from disagg.ingress.decisions import Decision
+from disagg.ingress.dispatch import Dispatcher
 from disagg.ingress.escalation import Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState, add_fleets

@@ -18,18 +18,18 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from disagg import telemetry
 from disagg.api.http.metrics import ApiMetrics
-from disagg.blocks import hash_block
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
-from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
+from disagg.ingress.admission_queue import AdmissionQueue, Queued
+from disagg.ingress.decisions import Decision, RecentRequests, WorkerVisit
+from disagg.ingress.request_state import RequestState, Visit
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     NO_STREAM,
@@ -47,7 +47,7 @@ from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
 
-T = TypeVar("T")
+PREFIX_PULL_PATIENCE_S = 1.0  # longest wait for a ticket of a prefix, before it is computed
 
 
 class Workers(Protocol):
@@ -73,201 +73,6 @@ class Workers(Protocol):
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
         """Make a worker pull the finished blocks of a prompt that it will get later."""
         ...
-
-
-class RecentRequests(Generic[T]):
-    """A value for each of the last `max_num` requests; older ones are forgotten."""
-
-    def __init__(self, max_num: int) -> None:
-        self.max_num = max_num
-        self._values: OrderedDict[str, T] = OrderedDict()
-
-    def get(self, request_id: str) -> T | None:
-        return self._values.get(request_id)
-
-    def put(self, request_id: str, value: T) -> None:
-        self._values[request_id] = value
-        self._values.move_to_end(request_id)
-        while len(self._values) > self.max_num:
-            self._values.popitem(last=False)
-
-
-# Pause before workers that refused a request are tried again. It grows each time, because a full
-# worker stays full for as long as its requests take.
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
-
-
-class Visit(NamedTuple):
-    """One worker of a route.
-
-    With `hand_over` it stops after the first token and issues a ticket; otherwise it generates the
-    whole answer.
-    """
-
-    reservation: Reservation
-    hand_over: bool = False
-
-
-class WorkerVisit(msgspec.Struct):
-    """What happened to a request on one worker, as measured, for `GET /debug/requests/{id}`.
-
-    The times are those of `messages.StageTimes`, and None before the worker's first token. The
-    tokens of `num_tokens` were made here; `num_cached_tokens` of the prompt were not computed here.
-    """
-
-    worker_id: str
-    began_unix_s: float
-    first_token_unix_s: float | None = None
-    ended_unix_s: float | None = None
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    queue_s: float | None = None
-    pull_s: float | None = None
-    compute_s: float | None = None
-    pull_nbytes: int = 0
-    pull_lane: str = ""
-
-    def begin(self, now: float, delta: TokenDelta) -> None:
-        """The first tokens of the worker have come."""
-        self.first_token_unix_s, self.num_cached_tokens = now, delta.num_cached_tokens
-        if delta.times is not None:
-            times = delta.times
-            self.queue_s, self.pull_s, self.compute_s = times.queue_s, times.pull_s, times.compute_s
-            self.pull_nbytes, self.pull_lane = times.pull_nbytes, times.pull_lane
-
-
-class RequestState:
-    """Tokens, route and errors of one request. Changed only by `Dispatcher`."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.visits: deque[Visit] = deque()  # the rest of the route
-        self.ticket: KVTicket | None = None  # the KV for the next worker
-        self.prefix_source: str | None = None  # worker from which to pull a cached prefix first
-        self.excluded: set[str] = set()  # workers that failed this request
-        self.num_moves = 0
-        self.because = ""
-        self.is_finished = False
-        self.worker_id = ""  # the current or last worker
-        self.visited: list[WorkerVisit] = []  # by this route
-        self.wait_s = 0.0  # the wait predicted when its route was chosen
-        # Start of the wait for the first token, and the route with the predicted times.
-        self.awaited: tuple[float, Candidate] | None = None
-        self.charge: Charge | None = None  # its tenant's charge; set when it is sent to a worker
-        self.is_turned_away = False  # whether all workers so far refused it as overloaded
-        self.request = request  # with the tokens so far, but for the last ones
-        self.model = request.model
-        self._generated: list[int] = []  # tokens that follow those of `request`
-        self._is_first = True
-        self._num_refusals = 0  # consecutive refusals since its answer has begun
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self._generated)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.request.num_prompt_tokens
-
-    def grow(self, block_size: int | None) -> GenerateRequest:
-        """The request for the next worker, with all tokens so far and hashes of full blocks."""
-        if self._generated and block_size is not None:
-            self.request = append_tokens(self.request, self._generated, block_size)
-            self._generated = []
-        return self.request
-
-    def prefix_request(self, block_size: int) -> GenerateRequest:
-        """The request for a ticket of a cached prefix: no tokens, only hashes of full blocks."""
-        request = self.grow(block_size)
-        num_blocks = (len(request.token_ids) - 1) // block_size
-        return msgspec.structs.replace(
-            request,
-            token_ids=(),
-            draft_token_ids=(),
-            block_hashes=request.block_hashes[:num_blocks],
-        )
-
-    def prefetch(self, ticket: KVTicket) -> Prefetch:
-        """The message that makes the next worker pull the blocks of an early ticket."""
-        hashes = self.request.block_hashes[: len(ticket.block_ids)]
-        return Prefetch(ticket, hashes, self.request.traceparent)
-
-    def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """Record a worker's delta. Returns the delta for the client, or None if it gets none."""
-        self._generated += delta.token_ids
-        self.is_finished = delta.finish_reason is not None
-        if delta.ticket is not None:
-            self.ticket = delta.ticket
-        elif delta.token_ids:
-            self.ticket = None  # the worker that generates has used it
-        if not delta.token_ids and not self.is_finished:
-            return None
-        num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
-        self._is_first = False
-        is_plain = delta.ticket is None and delta.error is None
-        if is_plain and num_cached_tokens == delta.num_cached_tokens:
-            return delta
-        return TokenDelta(
-            delta.stream_id,
-            delta.token_ids,
-            delta.finish_reason,
-            delta.logprobs,
-            num_cached_tokens,
-            prompt_logprobs=delta.prompt_logprobs,
-            pooled=delta.pooled,
-            num_image_tokens=delta.num_image_tokens,
-        )
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait before workers that refused the request are tried again."""
-        return min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
-
-    def move(self, error: DisaggError) -> None:
-        is_full, has_begun = isinstance(error, Overloaded), self.num_output_tokens > 0
-        self.is_turned_away = is_full and not has_begun
-        if is_full and has_begun:  # this is not a failure: the request waits for room
-            self._num_refusals += 1
-        else:
-            self.num_moves += 1
-            self._num_refusals = 0
-        self.because = f"{error.code}: {error.message}"
-        self.excluded.add(self.worker_id)
-
-
-def append_tokens(
-    request: GenerateRequest, token_ids: list[int], block_size: int
-) -> GenerateRequest:
-    """`request` with more tokens and the hashes of the blocks that they fill, if it has no images.
-
-    Its draft loses these tokens, or all tokens if it had proposed others.
-    """
-    tokens = (*request.token_ids, *token_ids)
-    draft, num_new = request.draft_token_ids, len(token_ids)
-    draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()
-    hashes = list(request.block_hashes)
-    end = 0 if request.images else len(tokens) - block_size + 1
-    for start in range(len(hashes) * block_size, end, block_size):
-        parent = hashes[-1] if hashes else request.hash_root
-        hashes.append(hash_block(parent, tokens[start : start + block_size]))
-    return msgspec.structs.replace(
-        request, token_ids=tokens, block_hashes=tuple(hashes), draft_token_ids=draft
-    )
-
-
-PREFIX_PULL_PATIENCE_S = 1.0  # longest wait for a ticket of a prefix, before it is computed
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """One routing decision, for traces and `GET /debug/requests/{id}`."""
-
-    unix_s: float
-    route: Route
-    num_tokens: int  # prompt and output so far
-    because: str  # the error that caused the rerouting; "" for the first route
-    tenant: str  # the request's tenant; only this tenant may see the decision
-    queued: Queued | None = None  # the wait in the admission queue; None if it did not wait
-    model: str = ""
-    visits: list[WorkerVisit] = []  # in order; grows while the request runs
 
 
 class Dispatcher:
@@ -364,6 +169,178 @@ class Dispatcher:
             if state.charge is not None:
                 self._queue.end(state.charge, state.num_output_tokens)
 
+    async def _choose(self, state: RequestState) -> None:
+        """Choose and reserve a route, after waiting in the admission queue or for a worker."""
+        has_begun = state.num_output_tokens > 0
+        may_wake = state.model in self._wakes
+        waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
+        waits_until = min(waits_until, state.request.deadline_unix_s)
+        has_waited = False
+        try:
+            while True:
+                try:
+                    route = self._route(state)
+                    if has_waited and not state.worker_id:
+                        # The next one looks once this one is reserved or queued.
+                        asyncio.get_running_loop().call_soon(self._queue.wake, state.model)
+                    await self._take_turn(state, route)
+                    return
+                except Unavailable:
+                    if state.is_turned_away:
+                        raise Overloaded(
+                            "All workers are at their limit of requests; try again shortly.",
+                            retry_after_s=state.wait_s,
+                        ) from None
+                    if not (state.worker_id or may_wake) or self._now() >= waits_until:
+                        raise
+                state.excluded.clear()
+                left_s = max(0.0, waits_until - self._now())
+                if self._queue.has_worker(state.model):  # a worker that refused this request
+                    await asyncio.sleep(min(state.pause_s, left_s))
+                else:
+                    await self._queue.wait_for_worker(state.model, left_s, again=has_waited)
+                    has_waited = True
+        finally:
+            if has_waited:
+                self._queue.wake(state.model)
+
+    async def _take_turn(self, state: RequestState, route: Route) -> None:
+        """Reserve the route now, or wait in the admission queue first. Raises `Overloaded`."""
+        request, queue = state.request, self._queue
+        if state.worker_id or not queue.is_fair:
+            self._set_out(state, route)
+            return
+        charge = queue.charge(request, route)
+        if queue.goes_at_once(request, route):
+            queue.pass_by(charge)
+            state.charge = charge
+            self._set_out(state, route)
+            return
+
+        def set_out(queued: Queued) -> bool:
+            latest = queue.with_room(request.model, self._decide(state, None))
+            if latest is None:
+                return False
+            state.charge = charge
+            self._set_out(state, latest, queued)
+            return True
+
+        await queue.wait(request, route.chosen, charge, set_out)
+
+    def _route(self, state: RequestState) -> Route:
+        request = state.grow(self._block_size(state))
+        # A request that was admitted once is not refused later when it is rerouted.
+        is_new = not state.worker_id
+        ttft_slo_s = request.ttft_slo_s or math.inf
+        with telemetry.span("route", request.traceparent) as span:
+            route = self._decide(state, ttft_slo_s if is_new else None)
+            if telemetry.enabled():
+                describe(route, state.because, span)
+        return route
+
+    def _decide(self, state: RequestState, ttft_slo_s: float | None) -> Route:
+        """A route for the tokens so far, which may be refused as too slow for `ttft_slo_s`."""
+        request, ticket, view = state.request, state.ticket, self._fleet.view()
+        context = view, self._fleet.index, self._now(), self._rng, state.excluded
+        if ticket is not None:
+            is_prefix = ticket.num_tokens < state.num_tokens - 1  # else it is of a finished prefill
+            if not is_prefix and _is_alive(ticket, view):
+                route = choose_decode(request, ticket.source_id, ticket.num_tokens, *context)
+                if route.decode != ticket.source_id:  # otherwise the source has the KV cached
+                    return route
+            self._workers.release(ticket)
+            state.ticket = None
+        return self._choose_route(request, *context, ttft_slo_s)
+
+    def _set_out(self, state: RequestState, route: Route, queued: Queued | None = None) -> None:
+        """Reserve a route. There must be no await between its choice and this call."""
+        now = self._now()
+        state.wait_s = min(candidate.wait_s for candidate in route.candidates)
+        if state.worker_id:
+            state.awaited = None
+        else:
+            state.awaited = self._begin_wait(now, route.chosen, queued)
+            self.demand.hit(state.model, route.num_cached_tokens)
+        state.visited = []
+        decision = Decision(
+            now,
+            route,
+            state.num_tokens,
+            state.because,
+            state.request.tenant,
+            queued,
+            state.model,
+            state.visited,
+        )
+        # Clients may reuse an id.
+        earlier = self.decision(state.request.request_id)[-self._max_moves :]
+        self._decisions.put(state.request.request_id, (*earlier, decision))
+        state.prefix_source = route.prefix_source
+        if state.ticket is None:  # otherwise the prompt is already computed
+            place = "local" if route.prefill is None else "remote"
+            reason = "moved" if state.num_moves else route.cause
+            self._metrics.of("prefills", state.model, place, reason).inc()
+        state.visits.extend(self._reserve(state, route))
+
+    def _begin_wait(
+        self, now: float, route: Candidate, queued: Queued | None
+    ) -> tuple[float, Candidate] | None:
+        """When the wait for the first token began, and the route with its predicted times.
+
+        None if requests wait in the admission queue and this one did not: it teaches nothing.
+        """
+        if not self._queue.is_fair:
+            return now, route
+        if queued is None:
+            return None
+        since = now - queued.waited_s
+        return since, msgspec.structs.replace(
+            route,
+            wait_s=route.wait_s + queued.predicted_s,
+            first_token_s=route.first_token_s + queued.predicted_s,
+        )
+
+    def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
+        """Count the request on its workers, in the order in which it visits them."""
+        num_tokens = state.num_tokens
+        num_new = num_tokens - route.num_cached_tokens
+        source = route.prefill if state.ticket is None else state.ticket.source_id
+        if source is not None:
+            self._workers.introduce(route.decode, source)  # so that it connects during the prefill
+        if route.prefill is None:
+            return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
+        return (
+            Visit(self._fleet.reserve(route.prefill, RequestLoad(num_new)), hand_over=True),
+            Visit(self._fleet.reserve(route.decode, RequestLoad(0, 1, num_tokens))),
+        )
+
+    def _block_size(self, state: RequestState) -> int | None:
+        """The block size of block hashes. A worker with another block size hashes again."""
+        if state.request.block_size:
+            return state.request.block_size
+        workers = self._fleet.view().workers.values()
+        return next((w.record.block_size for w in workers if w.record.model == state.model), None)
+
+    async def _pull_prefix(self, state: RequestState, source: str) -> None:
+        """Get a ticket for the prefix that `source` has cached. On failure it is computed."""
+        state.prefix_source = None
+        block_size = self._block_size(state)
+        if block_size is None:
+            return
+        self._workers.introduce(state.visits[0].reservation.worker_id, source)
+        request, began_s = state.prefix_request(block_size), self._now()
+        timeout_s = min(state.request.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
+
+        def take(delta: TokenDelta) -> None:
+            state.ticket = delta.ticket  # None if the delta has an error
+
+        with suppress(DisaggError):  # for example, it ends at once if the worker is gone
+            start = Start(NO_STREAM, request, hand_over=True)
+            await self._workers.run(source, start, take, timeout_s=timeout_s)
+        outcome = "refused" if state.ticket is None else "granted"
+        self._metrics.of("prefix_pulls", state.model, outcome).inc()
+        self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)
+
     async def _visit(self, state: RequestState, put: PutDelta) -> None:
         """Run the request on the next worker of the route. Raises the worker's error."""
         reservation, hand_over = state.visits.popleft()
@@ -419,26 +396,6 @@ class Dispatcher:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
 
-    async def _pull_prefix(self, state: RequestState, source: str) -> None:
-        """Get a ticket for the prefix that `source` has cached. On failure it is computed."""
-        state.prefix_source = None
-        block_size = self._block_size(state)
-        if block_size is None:
-            return
-        self._workers.introduce(state.visits[0].reservation.worker_id, source)
-        request, began_s = state.prefix_request(block_size), self._now()
-        timeout_s = min(state.request.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
-
-        def take(delta: TokenDelta) -> None:
-            state.ticket = delta.ticket  # None if the delta has an error
-
-        with suppress(DisaggError):  # for example, it ends at once if the worker is gone
-            start = Start(NO_STREAM, request, hand_over=True)
-            await self._workers.run(source, start, take, timeout_s=timeout_s)
-        outcome = "refused" if state.ticket is None else "granted"
-        self._metrics.of("prefix_pulls", state.model, outcome).inc()
-        self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)
-
     def _learn_error(self, state: RequestState, since: float, route: Candidate) -> None:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
@@ -450,168 +407,6 @@ class Dispatcher:
         for visit in state.visits:
             self._fleet.release(visit.reservation)
         state.visits.clear()
-
-    async def _choose(self, state: RequestState) -> None:
-        """Choose and reserve a route, after waiting in the admission queue or for a worker."""
-        has_begun = state.num_output_tokens > 0
-        may_wake = state.model in self._wakes
-        waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
-        waits_until = min(waits_until, state.request.deadline_unix_s)
-        has_waited = False
-        try:
-            while True:
-                try:
-                    route = self._route(state)
-                    if has_waited and not state.worker_id:
-                        # The next one looks once this one is reserved or queued.
-                        asyncio.get_running_loop().call_soon(self._queue.wake, state.model)
-                    await self._take_turn(state, route)
-                    return
-                except Unavailable:
-                    if state.is_turned_away:
-                        raise Overloaded(
-                            "All workers are at their limit of requests; try again shortly.",
-                            retry_after_s=state.wait_s,
-                        ) from None
-                    if not (state.worker_id or may_wake) or self._now() >= waits_until:
-                        raise
-                state.excluded.clear()
-                left_s = max(0.0, waits_until - self._now())
-                if self._queue.has_worker(state.model):  # a worker that refused this request
-                    await asyncio.sleep(min(state.pause_s, left_s))
-                else:
-                    await self._queue.wait_for_worker(state.model, left_s, again=has_waited)
-                    has_waited = True
-        finally:
-            if has_waited:
-                self._queue.wake(state.model)
-
-    async def _take_turn(self, state: RequestState, route: Route) -> None:
-        """Reserve the route now, or wait in the admission queue first. Raises `Overloaded`."""
-        request, queue = state.grow(None), self._queue
-        if state.worker_id or not queue.is_fair:
-            self._set_out(state, route)
-            return
-        charge = queue.charge(request, route)
-        if queue.goes_at_once(request, route):
-            queue.pass_by(charge)
-            state.charge = charge
-            self._set_out(state, route)
-            return
-
-        def set_out(queued: Queued) -> bool:
-            latest = queue.with_room(
-                request.model,
-                self._decide(state, request, self._fleet.view(), self._now(), None),
-            )
-            if latest is None:
-                return False
-            state.charge = charge
-            self._set_out(state, latest, queued)
-            return True
-
-        await queue.wait(request, route.chosen, charge, set_out)
-
-    def _route(self, state: RequestState) -> Route:
-        view, now = self._fleet.view(), self._now()
-        request = state.grow(self._block_size(state))
-        # A request that was admitted once is not refused later when it is rerouted.
-        is_new = not state.worker_id
-        ttft_slo_s = request.ttft_slo_s or math.inf
-        with telemetry.span("route", request.traceparent) as span:
-            route = self._decide(state, request, view, now, ttft_slo_s if is_new else None)
-            if telemetry.enabled():
-                describe(route, state.because, span)
-        return route
-
-    def _set_out(self, state: RequestState, route: Route, queued: Queued | None = None) -> None:
-        """Reserve a route. There must be no await between its choice and this call."""
-        now = self._now()
-        state.wait_s = min(candidate.wait_s for candidate in route.candidates)
-        if state.worker_id:
-            state.awaited = None
-        else:
-            state.awaited = self._begin_wait(now, route.chosen, queued)
-            self.demand.hit(state.model, route.num_cached_tokens)
-        state.visited = []
-        decision = Decision(
-            now,
-            route,
-            state.num_tokens,
-            state.because,
-            state.request.tenant,
-            queued,
-            state.model,
-            state.visited,
-        )
-        # Clients may reuse an id.
-        earlier = self.decision(state.request.request_id)[-self._max_moves :]
-        self._decisions.put(state.request.request_id, (*earlier, decision))
-        state.prefix_source = route.prefix_source
-        if state.ticket is None:  # otherwise the prompt is already computed
-            place = "local" if route.prefill is None else "remote"
-            reason = "moved" if state.num_moves else route.cause
-            self._metrics.of("prefills", state.model, place, reason).inc()
-        state.visits.extend(self._reserve(state, route))
-
-    def _begin_wait(
-        self, now: float, route: Candidate, queued: Queued | None
-    ) -> tuple[float, Candidate] | None:
-        """When the wait for the first token began, and the route with its predicted times.
-
-        None if requests wait in the admission queue and this one did not: it teaches nothing.
-        """
-        if not self._queue.is_fair:
-            return now, route
-        if queued is None:
-            return None
-        since = now - queued.waited_s
-        return since, msgspec.structs.replace(
-            route,
-            wait_s=route.wait_s + queued.predicted_s,
-            first_token_s=route.first_token_s + queued.predicted_s,
-        )
-
-    def _decide(
-        self,
-        state: RequestState,
-        request: GenerateRequest,
-        view: FleetView,
-        now: float,
-        ttft_slo_s: float | None,
-    ) -> Route:
-        context = view, self._fleet.index, now, self._rng, state.excluded
-        ticket = state.ticket
-        if ticket is not None:
-            is_prefix = ticket.num_tokens < state.num_tokens - 1  # else it is of a finished prefill
-            if not is_prefix and _is_alive(ticket, view):
-                route = choose_decode(request, ticket.source_id, ticket.num_tokens, *context)
-                if route.decode != ticket.source_id:  # otherwise the source has the KV cached
-                    return route
-            self._workers.release(ticket)
-            state.ticket = None
-        return self._choose_route(request, *context, ttft_slo_s)
-
-    def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
-        """Count the request on its workers, in the order in which it visits them."""
-        num_tokens = state.num_tokens
-        num_new = num_tokens - route.num_cached_tokens
-        source = route.prefill if state.ticket is None else state.ticket.source_id
-        if source is not None:
-            self._workers.introduce(route.decode, source)  # so that it connects during the prefill
-        if route.prefill is None:
-            return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
-        return (
-            Visit(self._fleet.reserve(route.prefill, RequestLoad(num_new)), hand_over=True),
-            Visit(self._fleet.reserve(route.decode, RequestLoad(0, 1, num_tokens))),
-        )
-
-    def _block_size(self, state: RequestState) -> int | None:
-        """The block size of block hashes. A worker with another block size hashes again."""
-        if state.request.block_size:
-            return state.request.block_size
-        workers = self._fleet.view().workers.values()
-        return next((w.record.block_size for w in workers if w.record.model == state.model), None)
 
 
 def _is_alive(ticket: KVTicket, view: FleetView) -> bool:

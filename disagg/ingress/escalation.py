@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from disagg import telemetry
 from disagg.config import CascadeConfig
 from disagg.errors import DisaggError
-from disagg.ingress.dispatch import RecentRequests
+from disagg.ingress.decisions import RecentRequests
 from disagg.messages import GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
 from disagg.router.cascade import (
     NUM_TOP,

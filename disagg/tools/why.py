@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.ingress.core import Explanation
-from disagg.ingress.dispatch import Decision, WorkerVisit
+from disagg.ingress.decisions import Decision, WorkerVisit
 from disagg.tools.server import add_server_arguments, server_of
 from disagg.tools.terminal import console, print_json, table
 

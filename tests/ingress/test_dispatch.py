@@ -21,7 +21,7 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import append_tokens
 from disagg.messages import Prefetch, PutDelta, StageTimes, Start, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from disagg.router.output_length import OutputLengths

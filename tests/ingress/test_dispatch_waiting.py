@@ -14,7 +14,7 @@ from disagg.errors import (
     Overloaded,
     Unavailable,
 )
-from disagg.ingress import dispatch
+from disagg.ingress import request_state
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
@@ -84,7 +84,7 @@ async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
 
 async def test_a_request_that_has_begun_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than any number of failures would let it go on."""
-    monkeypatch.setattr(dispatch, "MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr(request_state, "MOST_PAUSE_S", 0.01)
     full = Script(after=0, then=Overloaded("Full."))
     workers = await play(make_request(), make_fleet("d0"), Script(after=3), *[full] * 20)
     assert [call.worker_id for call in workers.calls] == ["d0"] * 22

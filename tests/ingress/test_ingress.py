@@ -19,7 +19,7 @@ from disagg.config import (
     TierConfig,
 )
 from disagg.ingress.core import IngressCore
-from disagg.ingress.dispatch import Decision
+from disagg.ingress.decisions import Decision
 from disagg.messages import GenerateRequest, WorkerStatus
 from disagg.router.load_report import read_pool_state
 from disagg.router.route import Route

@@ -12,7 +12,7 @@ import pytest
 from disagg.cli.main import main
 from disagg.ingress.admission_queue import Queued
 from disagg.ingress.core import Explanation
-from disagg.ingress.dispatch import Decision, WorkerVisit
+from disagg.ingress.decisions import Decision, WorkerVisit
 from disagg.router.cascade import Attempt, CascadeDecision, Verdict
 from disagg.router.route import Candidate, Route
 from disagg.tools.why import Stage, sentences, stages

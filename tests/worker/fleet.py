@@ -15,8 +15,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.ingress import dispatch
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import RequestState, append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -50,7 +49,7 @@ class NeverEnded(AssertionError):
 
 @dataclass(eq=False)
 class Journey:
-    """How far a trip has come; what `router.dispatch` knows of a request."""
+    """How far a trip has come; what `ingress.dispatch` knows of a request."""
 
     trip: Trip
     request: GenerateRequest
@@ -147,7 +146,7 @@ class Fleet:
     def _pull_prefix(self, journey: Journey, worker: int) -> None:
         """A ticket for what a worker has of the prompt, or none; and what becomes of it."""
         member, trip = self.members[worker], journey.trip
-        request = dispatch.RequestState(journey.request).prefix_request(self.play.block_size)
+        request = RequestState(journey.request).prefix_request(self.play.block_size)
         link_id = member.links[0]
         start = decode_to_worker(
             encode(Start(next(member.stream_ids[link_id]), request, hand_over=True))

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Release, TokenDelta
 from disagg.time_model import StepTimeModel

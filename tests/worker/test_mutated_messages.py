@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     Cancel,

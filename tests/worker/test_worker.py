@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.errors import EngineFailed, StartupError, WorkerLost
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Peers, Prefetch, TokenDelta
 from disagg.worker import worker as worker_module

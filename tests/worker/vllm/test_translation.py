@@ -18,7 +18,7 @@ from disagg.api.service import hash_request
 from disagg.blocks import hash_blocks, hash_root, image_digest
 from disagg.config import EngineConfig, PoolConfig, SpeculativeConfig, TierConfig
 from disagg.errors import EngineCannot, StartupError
-from disagg.ingress.dispatch import append_tokens
+from disagg.ingress.request_state import append_tokens
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, Pooling, SamplingParams, Thinking
 from disagg.worker.vllm import arguments, engine, tickets
