@@ -57,6 +57,18 @@ PROMPT = "its prompt was tokenized; shorten the prompt"
 GRAMMAR = "its grammar was checked; simplify the grammar"
 
 
+class Caller(msgspec.Struct, frozen=True):
+    """What the HTTP layer knows about a request besides its body."""
+
+    request_id: str
+    tenant: str = ""
+    waited_s: float = 0.0  # time since the request arrived
+    min_priority: int = 0  # lowest priority number that the request may set
+    slo: RequestSlo = RequestSlo()  # SLOs from the request's headers
+    least_slo: RequestSlo = RequestSlo()  # shortest SLOs that the tenant may set; 0: the model's
+    timeout_s: float = 0.0  # the longest time limit that the request may set; 0: the server's
+
+
 class AdapterTable(Protocol):
     """The LoRA adapters of an ingress; see `ingress.adapters.ServedAdapters`."""
 
@@ -140,14 +152,25 @@ class Service:
         except TimeoutError:
             raise _too_late(next_step) from None
         seed = self._random_bits(63) if spec.seed is None else spec.seed
-        seeded = replace(sampling, seed=seed)
-
-        def name() -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
-            work = traceparent, slo, deadline_unix_s
-            return name_choices(spec, prompts, seeded, caller, *work, images)
-
+        common = GenerateRequest(
+            request_id=caller.request_id,
+            model=spec.model.worker_model,
+            token_ids=(),
+            num_prompt_tokens=0,
+            hash_root=b"",
+            block_hashes=(),
+            sampling=replace(sampling, seed=seed),
+            deadline_unix_s=deadline_unix_s,
+            tenant=caller.tenant,
+            priority=spec.priority or 0,
+            traceparent=traceparent,
+            cache_salt=spec.cache_salt,
+            ttft_slo_s=slo.ttft_s,
+            tpot_slo_s=slo.tpot_s,
+            images=tuple(images),
+        )
         nbytes = TOKEN_NBYTES * sum(map(len, prompts)) + sum(map(len, images))
-        requests, echoes = await off_loop(nbytes, name)
+        requests, echoes = await off_loop(nbytes, lambda: name_choices(spec, prompts, common))
         spec = replace(spec, prompts=())
         return RunningJob(
             caller.request_id, int(now), spec, requests, self._generate, self._explain, echoes
@@ -280,27 +303,8 @@ def _too_late(next_step: str) -> DeadlineExceeded:
     )
 
 
-class Caller(msgspec.Struct, frozen=True):
-    """What the HTTP layer knows about a request besides its body."""
-
-    request_id: str
-    tenant: str = ""
-    waited_s: float = 0.0  # time since the request arrived
-    min_priority: int = 0  # lowest priority number that the request may set
-    slo: RequestSlo = RequestSlo()  # SLOs from the request's headers
-    least_slo: RequestSlo = RequestSlo()  # shortest SLOs that the tenant may set; 0: the model's
-    timeout_s: float = 0.0  # the longest time limit that the request may set; 0: the server's
-
-
 def name_choices(
-    spec: RequestSpec,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    caller: Caller,
-    traceparent: str,
-    slo: RequestSlo,
-    deadline_unix_s: float,
-    images: Sequence[bytes] = (),
+    spec: RequestSpec, prompts: Sequence[Sequence[int]], common: GenerateRequest
 ) -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
     """Give each choice an id and a seed, and hash the blocks of each prompt.
 
@@ -308,29 +312,12 @@ def name_choices(
 
     Args:
         prompts: the token ids of each prompt.
-        sampling: sampling parameters of the first choice; the seeds of others derive from its seed.
-        images: of the only prompt.
+        common: the request without its prompt; id and seed are of the first choice.
     """
     requests: list[GenerateRequest] = []
     for token_ids in prompts:
-        unnamed = GenerateRequest(
-            request_id=caller.request_id,
-            model=spec.model.worker_model,
-            token_ids=tuple(token_ids),
-            num_prompt_tokens=len(token_ids),
-            hash_root=b"",
-            block_hashes=(),
-            sampling=sampling,
-            deadline_unix_s=deadline_unix_s,
-            tenant=caller.tenant,
-            priority=spec.priority or 0,
-            traceparent=traceparent,
-            cache_salt=spec.cache_salt,
-            ttft_slo_s=slo.ttft_s,
-            tpot_slo_s=slo.tpot_s,
-            images=tuple(images),
-        )
-        request, first = hash_request(unnamed, spec.model), len(requests)
+        whole = replace(common, token_ids=tuple(token_ids), num_prompt_tokens=len(token_ids))
+        request, first = hash_request(whole, spec.model), len(requests)
         requests += [_choice(request, first + index) for index in range(spec.num_choices)]
     return tuple(requests), _texts(spec, prompts) if spec.echo else ()
 

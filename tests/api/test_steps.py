@@ -19,15 +19,16 @@ from disagg.api.openai.requests import (
 )
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
-from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec, Text
+from disagg.api.request_spec import Conversation, RequestSpec, Text
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Caller, fit, name_choices
+from disagg.api.service import fit, name_choices
 from disagg.blocks import hash_blocks
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
 from disagg.text.chat_template import ChatTemplate
 from tests.api.fakes import END, TOKENIZER, served_model
 from tests.api.openai.test_tools import HERMES, LOOK
+from tests.generate_requests import new_request
 
 HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
 
@@ -159,18 +160,13 @@ async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> N
 
 def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> None:
     spec = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
-    sampling = SamplingParams(max_tokens=3, seed=7)
-    prompts = [[5] * 9, [6] * 4]
-    requests, echoes = name_choices(
-        spec, prompts, sampling, Caller("id", "t"), "trace", RequestSlo(), 20.0
-    )
+    common = new_request((), request_id="id", seed=7, tenant="t", traceparent="trace")
+    requests, echoes = name_choices(spec, [[5] * 9, [6] * 4], common)
     assert [request.request_id for request in requests] == ["id", "id-1", "id-2", "id-3"]
     assert len({request.sampling.seed for request in requests}) == 4
-    assert requests[0].sampling == sampling
+    assert requests[0].sampling == common.sampling
     assert [len(request.block_hashes) for request in requests] == [2, 2, 1, 1]
     root = requests[0].hash_root
     assert list(requests[1].block_hashes) == hash_blocks(root, [5] * 9, 4)
-    assert {(r.tenant, r.traceparent, r.deadline_unix_s) for r in requests} == {
-        ("t", "trace", 20.0)
-    }
+    assert {(r.tenant, r.traceparent) for r in requests} == {("t", "trace")}
     assert echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
