@@ -20,6 +20,7 @@ from disagg.kvtransfer.slab import (
     merge_runs,
     touch,
 )
+from tests.grids import examples
 
 
 def test_blocks_lie_one_after_the_other() -> None:
@@ -132,6 +133,7 @@ def test_a_table_needs_blocks() -> None:
         Stamps(0, "w", epoch=1)
 
 
+@examples(30)
 @given(st.text(max_size=8), st.integers(0, 2**64), st.text(max_size=8), st.integers(0, 2**64))
 def test_no_two_processes_start_with_the_same_generation(
     worker: str, epoch: int, other_worker: str, other_epoch: int
