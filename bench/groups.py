@@ -3,8 +3,8 @@
     python -m bench.groups
 
 The real scheduler, pool and KV export play prompts of each length in the chunks of a GPU, with the
-sizes of published models in bfloat16; nothing is computed. `full` is the same model with one group,
-whose layers keep the KV of all positions, as before windows had blocks of their own.
+sizes of published models in bfloat16; nothing is computed. They stand beside the same model with
+one group, each of whose layers keeps the KV of all positions.
 
 - `peak`: most bytes of a prompt while it is computed; `decode`: once its answer has begun.
 - `wire`: bytes that its ticket names, those of early tickets included once.
@@ -30,7 +30,7 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kv_groups import group_layers
+from disagg.kv_groups import group_layers, one_group
 from disagg.kvtransfer.pulls import describe
 from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.messages import SamplingParams
@@ -65,6 +65,7 @@ MODELS = {
     "gpt-oss-120b": _config("GptOss", 36, 8, 64, num_local_experts=4, sliding_window=128),
     "gemma-3-12b": _config("Gemma3", 48, 8, 256, **GEMMA3),
     "gemma-3-27b": _config("Gemma3", 62, 16, 128, **GEMMA3),
+    "gemma-3n-e4b": _config("Gemma3n", 35, 2, 256),
     "gemma-2-9b": _config("Gemma2", 42, 8, 256, sliding_window=4096),
     "olmo-3-7b": _config("Olmo3", 32, 32, 128, sliding_window=4096),
     "mistral-7b-v0.1": _config("Mistral", 32, 8, 128, sliding_window=4096),
@@ -95,7 +96,9 @@ class Served(NamedTuple):
 
 
 def serve(config: ModelConfig, *, in_groups: bool, nbytes: int) -> Served:
-    layers = group_layers(config.sliding_windows) if in_groups else None
+    layers = one_group(range(config.num_layers))
+    if in_groups:
+        layers = group_layers(config.sliding_windows, config.kv_sources)
     shape = KVShape.from_model(config, "bench", BLOCK_SIZE, FORMATS["bfloat16"], layers=layers)
     stamps = Stamps(nbytes // shape.block_nbytes, "bench", 1)
     num_blocks, windows = len(stamps.generations), shape.groups.windows
@@ -172,7 +175,7 @@ def hits(config: ModelConfig, *, in_groups: bool) -> float:
 
 
 def measure(name: str, config: ModelConfig, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    layers = group_layers(config.sliding_windows)
+    layers = group_layers(config.sliding_windows, config.kv_sources)
     num_places = layers.num_layers * len(layers.windows)
     both = hits(config, in_groups=True), hits(config, in_groups=False)
     for length in lengths:
@@ -181,7 +184,7 @@ def measure(name: str, config: ModelConfig, lengths: tuple[int, ...]) -> Iterato
         row = {
             "model": name,
             "groups": len(layers.windows),
-            "padding": 1 - config.num_layers / num_places,
+            "padding": 1 - config.num_kv_layers / num_places,
             "tokens": length,
             **{
                 what: mine / all_

@@ -8,7 +8,7 @@ from torch import Tensor
 from disagg.models.decoder import Decoder, build_decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Part, all_fields
-from disagg.models.weights import DecoderWeights, LayerWeights
+from disagg.models.weights import DecoderWeights, LayerWeights, nested
 
 
 def random_decoder(
@@ -34,7 +34,8 @@ def random_weights(
         return drawn if parts[0].is_exact else drawn.to(dtype)
 
     outer, *layers = all_fields(config)
-    tables = {field: draw(parts) for field, parts in outer.items()}
+    tables = nested({field: draw(parts) for field, parts in outer.items()})
     tables.setdefault("lm_head", tables["embedding"])
-    drawn = [LayerWeights(**{name: draw(its) for name, its in fields.items()}) for fields in layers]
-    return DecoderWeights(layers=drawn, dtype=dtype, **tables)
+    drawn = [nested({name: draw(its) for name, its in fields.items()}) for fields in layers]
+    read = [LayerWeights(**each) for each in drawn]
+    return DecoderWeights(layers=read, dtype=dtype, **tables)

@@ -47,7 +47,8 @@ class LayerGroups:
 
     Attributes:
         windows: of each group; full attention comes first, and states come last.
-        places: of each layer: its group, and its number in the group.
+        places: of each layer: its group, and its number in the group. Layers that share KV have
+            the same place.
         num_layers: layers of a block. The last group of a window may use fewer.
     """
 
@@ -56,32 +57,44 @@ class LayerGroups:
     num_layers: int
 
 
-def one_group(num_layers: int, window: Window = None) -> LayerGroups:
-    return LayerGroups((window,), tuple((0, layer) for layer in range(num_layers)), num_layers)
+def one_group(sources: Sequence[int], window: Window = None) -> LayerGroups:
+    """One group of all layers.
+
+    Args:
+        sources: of each layer, the one whose KV it reads, which is itself or an earlier one.
+    """
+    own = sorted(set(sources))
+    places = tuple((0, own.index(source)) for source in sources)
+    return LayerGroups((window,), places, len(own))
 
 
-def group_layers(windows: Sequence[Window]) -> LayerGroups:
+def group_layers(windows: Sequence[Window], sources: Sequence[int] | None = None) -> LayerGroups:
     """Divide layers with these windows.
 
     The layers with full attention fill their groups, since their blocks are kept for all tokens.
     Those of windows may fill up the last block with nothing.
+
+    Args:
+        sources: as in `one_group`, with the same window; None: each layer has KV of its own.
     """
-    num_of = Counter(windows)
+    sources = range(len(windows)) if sources is None else sources
+    own = sorted(set(sources))
+    num_of = Counter(windows[layer] for layer in own)
     kinds = sorted(num_of, key=lambda window: (window is not None, -(window or 0)))
     if len(kinds) == 1:
-        return one_group(len(windows), kinds[0])
+        return one_group(sources, kinds[0])
     most = min(num_of.values())
     size = next(size for size in range(most, 0, -1) if num_of[None] % size == 0)
     places: dict[int, tuple[int, int]] = {}
     of_groups: list[Window] = []
     for kind in kinds:
-        layers = [layer for layer, window in enumerate(windows) if window == kind]
+        layers = [layer for layer in own if windows[layer] == kind]
         for i, layer in enumerate(layers):
             places[layer] = len(of_groups) + i // size, i % size
         of_groups += [kind] * -(-len(layers) // size)
     if len(of_groups) > MAX_GROUPS:
-        return one_group(len(windows))
-    return LayerGroups(tuple(of_groups), tuple(places[i] for i in range(len(windows))), size)
+        return one_group(sources)
+    return LayerGroups(tuple(of_groups), tuple(places[source] for source in sources), size)
 
 
 def group_with_states(

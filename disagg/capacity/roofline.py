@@ -78,8 +78,16 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     @cached_property
     def kv_nbytes_per_gpu_token(self) -> float:
         """KV bytes of a token on one GPU. More GPUs than KV heads hold copies of these."""
-        num_heads = self.shape.config.num_kv_heads
-        return self.kv_nbytes_per_token * max(1.0 / self.num_gpus, 1.0 / num_heads)
+        return self.kv_nbytes_per_token * self._share_of_heads
+
+    @property
+    def _share_of_heads(self) -> float:
+        return max(1.0 / self.num_gpus, 1.0 / self.shape.config.num_kv_heads)
+
+    @cached_property
+    def _kv_read_nbytes_per_token(self) -> int:
+        """As `kv_nbytes_per_token`, in a step: layers that share KV read it each."""
+        return self.shape.kv_nbytes_per_token(self.kv, self.kept_tokens, is_read=True)
 
     @property
     def kv_room_nbytes(self) -> float:
@@ -138,7 +146,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return (
             2 * num_params * num_tokens + attention_flop,
             nbytes
-            + num_decode_chosen * self.kv_nbytes_per_token
+            + num_decode_chosen * self._kv_read_nbytes_per_token
             + step.num_decode_context * self._index_nbytes,
         )
 
@@ -196,7 +204,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     @property
     def _flop_per_attended(self) -> int:
         shape = self.shape
-        return 4 * shape.config.num_kv_layers * shape.config.num_heads * shape.head_dim
+        return 4 * shape.config.num_attending_layers * shape.config.num_heads * shape.head_dim
 
     @cached_property
     def per_context_s(self) -> float:
@@ -205,7 +213,8 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
         flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
         multiply_s = self.shape.num_latent_flop / flops
-        return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
+        read_nbytes = self._kv_read_nbytes_per_token * self._share_of_heads
+        return max(read_nbytes / bytes_per_s, multiply_s)
 
     @cached_property
     def scored_s(self) -> float:

@@ -23,7 +23,7 @@ from disagg.models.description import ModelDescription, describe_model
 from disagg.models.hub import fetch_config, is_repository
 from disagg.models.model_config import IndexConfig, ModelConfig
 from disagg.models.packing import DeviceFormat, stated_tensors
-from disagg.models.parts import Fields, layer_parts
+from disagg.models.parts import Fields, layer_parts, outer_parts
 from disagg.models.share import Share
 
 # Formats of weights, and how their bits are kept. fp8 has one scale per matrix, or (fp8-block) per
@@ -75,12 +75,13 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         layers = self._num_common_params + self.num_experts * self._num_params_per_expert
-        return layers + self._num_tables * self.num_head_params
+        return layers + self._num_tables * self.num_head_params + self._num_looked_up_params
 
     def weights_nbytes(self, dtype: str, num_holders: int = 1) -> float:
         """Bytes of all weights on a device, stored as `dtype`, one of `FORMATS`."""
         most = -(-self.num_experts // num_holders)
-        return self._nbytes(self._num_tables, num_holders * most, dtype)
+        looked_up = self._num_looked_up_params * ITEMSIZE
+        return self._nbytes(self._num_tables, num_holders * most, dtype) + looked_up
 
     @property
     def num_experts(self) -> int:
@@ -206,27 +207,39 @@ class ModelShape:
         return 1 if self.config.tie_word_embeddings else 2
 
     @property
+    def _num_looked_up_params(self) -> int:
+        """Parameters of the table with embeddings for layers, of which a step reads few rows."""
+        altup = self.config.altup
+        if altup is None:
+            return 0
+        return altup.embedding_rows * altup.embedding_size * self.config.num_layers
+
+    @property
     def _num_chosen(self) -> int:
         """The number of experts that a token goes through."""
         return 0 if self.config.experts is None else self.config.experts.num_experts_per_tok
 
     @cached_property
     def _layers(self) -> list[tuple[int, Fields, Fields]]:
-        """The dense layers and those with experts, with attention and with delta nets: their
-        number, and the matrices of one of them.
+        """The dense layers and those with experts, with attention, with that to the KV of others
+        and with delta nets: their number, and the matrices of one of them. Matrices outside the
+        layers count as one more.
 
         They are the matrices of the model, and those of one of its GPUs.
         """
-        config, alike = self.config, dict[tuple[bool, bool], list[int]]()
+        config, alike = self.config, dict[tuple[bool, ...], list[int]]()
         for layer in range(config.num_layers):
-            kind = config.experts_in(layer) is not None, layer in config.delta_layers
+            has_experts = config.experts_in(layer) is not None
+            is_shared = config.kv_sources[layer] != layer
+            kind = has_experts, layer in config.delta_layers, is_shared
             alike.setdefault(kind, []).append(layer)
         found = []
         for _, layers in sorted(alike.items()):
             shares = Share(), Share(0, self.num_gpus)
             whole, own = (_matrices(config, layers[0], share) for share in shares)
             found.append((len(layers), whole, own))
-        return found
+        outside = _multiplied_outside(config)
+        return [*found, (1, outside, outside)]
 
     @property
     def _num_common_params(self) -> int:
@@ -272,20 +285,26 @@ class ModelShape:
         tables = num_tables * self.num_head_params * ITEMSIZE
         return common + num_experts * per_expert + tables
 
-    def kv_nbytes_per_token(self, dtype: str = "bf16", num_tokens: float = 0.0) -> int:
+    def kv_nbytes_per_token(
+        self, dtype: str = "bf16", num_tokens: float = 0.0, *, is_read: bool = False
+    ) -> int:
         """Bytes of the keys and values of all layers, with their scales.
 
         Args:
+            is_read: counts what a layer reads of another's KV, too.
             num_tokens: the mean over a sequence of this length, whose windows keep only its last
                 tokens, and which has one recurrent state. 0: of a token that all layers keep.
         """
         value_bits, scale_bits = KV_BITS[dtype]
+        sources = range(self.config.num_layers) if is_read else self.config.kv_sources
         num_layers: float = self.config.num_kv_layers
+        if is_read:
+            num_layers = self.config.num_attending_layers
         states, state_nbytes = self.config.states, 0.0
         if states is not None and num_tokens > 0.0:
             state_nbytes = states.nbytes / num_tokens
         elif num_tokens > 0.0:
-            layers, size = group_layers(self.config.sliding_windows), TILE_TOKENS
+            layers, size = group_layers(self.config.sliding_windows, sources), TILE_TOKENS
             num_blocks = KVGroups(layers.windows, size).num_needed(math.ceil(num_tokens))
             num_layers = min(num_layers, num_blocks * size * layers.num_layers / num_tokens)
         vector_nbytes = (self.config.head_dim * value_bits + scale_bits) // 8
@@ -323,6 +342,15 @@ def read_shape(name_or_directory: str) -> ModelShape:
 
 def shape_of(model: ModelDescription) -> ModelShape:
     return ModelShape(model.name, model.source, model.config)
+
+
+def _multiplied_outside(config: ModelConfig) -> Fields:
+    """The matrices outside the layers with which a token is multiplied, but the vocabulary's."""
+    looked_up = "embedding", "lm_head", "altup.table"
+    fields = {
+        field: parts for field, parts in outer_parts(config).items() if field not in looked_up
+    }
+    return {field: parts for field, parts in fields.items() if len(parts[0].shape) == 2}
 
 
 def _matrices(config: ModelConfig, layer: int, share: Share) -> Fields:

@@ -22,6 +22,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Scores, TokenIndex, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.adapter_weights import Adapt, AdapterTables, StepAdapters
+from disagg.models.altup import AltUpTables, cut_off_
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
@@ -44,6 +45,10 @@ log = logging.getLogger(__name__)
 # The norm of the output of attention or an MLP before it is added, and the norm of the sum for the
 # next operation. A family may lack either.
 Norms: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
+# Keys and values of a step, [num_tokens, 2 * num_kv_heads, head_dim], by the layer that made them.
+SharedKV: TypeAlias = dict[int, Tensor]
 
 
 class Rotation(NamedTuple):
@@ -115,6 +120,7 @@ class Decoder:
         self._lm_head = self.ops.pack_table(weights.lm_head)
         self._embedding = self._table(weights)
         packer = LayerPacker(self.ops, config, self.dtype, communicator)
+        self._altup = AltUpTables.pack(self.ops, config, weights)
         self._layers = [packer.pack(index, layer) for index, layer in enumerate(weights.layers)]
         self._ropes = self._rope_tables()
         self._embedding_scale = config.embedding_scale
@@ -193,28 +199,43 @@ class Decoder:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         adapted = StepAdapters.of(batch, self.adapters, ops)
         rotations = [table.at(batch.positions) for table in self._ropes]
+        shared: SharedKV = {}
         hidden, normed = self._inputs(batch.token_ids)
+        streams = None
+        if self._altup is not None:
+            streams = self._altup.begin(ops, batch.token_ids, hidden)
         last = len(self._layers) - 1
         states: dict[int, Tensor] = {}
         keeps_last = kept is not None and last + 1 in kept.layers and not kept.of_rows
         is_cut = batch.logits_rows.shape[0] != num_tokens
         for index, layer in enumerate(self._layers):
+            if streams is not None and layer.altup is not None:
+                hidden, normed = streams.enter(layer.altup)
             if kept is not None and index in kept.layers:
                 states[index] = hidden
             rotation = rotations[layer.rope]
-            attended = self._attend(layer, index, normed, rotation, kv_cache, paging, adapted)
+            attended = self._attend(
+                layer, index, normed, rotation, kv_cache, paging, adapted, shared
+            )
             if index == last and is_cut and not keeps_last:
                 # After the last attention only the rows whose logits are needed matter (if there
                 # are as many rows as tokens, they are all rows in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
                 adapted = None if adapted is None else adapted.of_rows(batch.logits_rows)
+                streams = None if streams is None else streams.of_rows(batch.logits_rows)
             norms = layer.output_norm, layer.post_norm
             adapt = None if adapted is None else adapted.adding(index, "output")
             hidden, normed = self._project_add_norm(attended, layer.output, hidden, norms, adapt)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
+            next_norm = next_norm if streams is None else None
             norms = layer.down_norm, next_norm
             hidden, normed = self._mlp(layer.mlp, index, normed, hidden, norms, adapted)
+            if streams is not None and layer.altup is not None:
+                streams.leave(layer.altup, hidden)
+        if streams is not None:
+            hidden = streams.join()
+            normed = self._normed(hidden, self._norm)
         if kept is not None:
             states[last + 1] = normed
             kept.write(batch, torch.cat([states[each] for each in kept.layers], 1))
@@ -237,6 +258,7 @@ class Decoder:
         kv_cache: KVPages,
         paging: Paging,
         adapted: StepAdapters | None,
+        shared: SharedKV,
     ) -> Tensor:
         """The attention of layer `index`, without the projection of its output."""
         ops, config = self.ops, self.config
@@ -262,8 +284,26 @@ class Decoder:
         ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rotation.rows, squares)
         if rotation.query_scales is not None:
             heads[:, : config.num_heads].mul_(rotation.query_scales)
+        heads = self._with_kv(heads, layer, index, shared)
         attended = ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
         return attended if gates is None else attended * gates.sigmoid()
+
+    def _with_kv(self, heads: Tensor, layer: Layer, index: int, shared: SharedKV) -> Tensor:
+        """The queries, keys and values of a step, those of another layer if it shares them.
+
+        The layer then writes the same numbers to the same place again: less than a thousandth of
+        what it reads of weights, and no second form of attention on any device.
+        """
+        config = self.config
+        if layer.kv_source != index:
+            return torch.cat((heads, shared[layer.kv_source]), 1)
+        if layer.v_norm is not None:
+            values = heads[:, config.num_heads + config.num_kv_heads :]
+            flat = values.reshape(-1, config.head_dim)
+            values.copy_(self._normed(flat, layer.v_norm).view(values.shape))
+        if config.num_shared_layers:
+            shared[index] = heads[:, config.num_heads :]
+        return heads
 
     def _mlp(
         self,
@@ -279,12 +319,16 @@ class Decoder:
         ops = self.ops
         if isinstance(mlp, Mlp):
             activation = self.config.activation
-            if adapted is None:
+            if adapted is None and mlp.cutoff is None:
                 inner = ops.project_gated(normed, mlp.gate_up, activation)
                 return self._project_add_norm(inner, mlp.down, hidden, norms)
             stacked = ops.project_stacked(normed, mlp.gate_up)
-            adapted.adding(index, "gate_up")(stacked, normed)
-            inner, adapt = ops.gated(stacked, activation), adapted.adding(index, "down")
+            if adapted is not None:
+                adapted.adding(index, "gate_up")(stacked, normed)
+            if mlp.cutoff is not None:
+                cut_off_(stacked.chunk(2, 1)[0], mlp.cutoff)
+            inner = ops.gated(stacked, activation)
+            adapt = None if adapted is None else adapted.adding(index, "down")
             return self._project_add_norm(inner, mlp.down, hidden, norms, adapt)
         logits = ops.project(normed.to(mlp.router_dtype), mlp.router)
         mixed = ops.mix_experts(normed, logits, mlp.experts)

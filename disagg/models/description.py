@@ -40,8 +40,15 @@ _RENAMED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
-_LEFT_OUT = (*_OF_IMAGES, *(f"model.{each}" for each in _OF_IMAGES))
+_OTHERS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+)
+_LEFT_OUT = (*_OTHERS, *(f"model.{each}" for each in _OTHERS))
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class TextPart:
 TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": TextPart(("Gemma3ForCausalLM",), "gemma3"),
+        "Gemma3nForConditionalGeneration": TextPart(("Gemma3nForCausalLM",), "gemma3n"),
         "Mistral3ForConditionalGeneration": TextPart(
             ("MistralForCausalLM", "Ministral3ForCausalLM"), "mistral3"
         ),

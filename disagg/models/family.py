@@ -109,6 +109,9 @@ class Family:
             a gated delta net instead of attention; if so, how a checkpoint has its projections: one
             head of keys after the other, with all that belongs to it; or all queries first, then
             all keys and all values, with a tensor for each kind of gates ("by kind").
+        has_altup: whether layers have several residual streams, and with them what Gemma 3n adds:
+            embeddings of layers, LAuReL, sparse MLPs, values with a norm, and scores that are not
+            divided by the root of the size of heads.
         gates_output: whether the output of attention is multiplied by a sigmoid, whose inputs are
             further rows of the queries' matrix, those of a head behind its query.
         activations: names in config.json of the activation of its MLPs; all mean the same one.
@@ -137,6 +140,7 @@ class Family:
     norms_less_one: bool = False
     scaled_embedding: bool = False
     delta_nets: Literal["", "by key head", "by kind"] = ""
+    has_altup: bool = False
     gates_output: bool = False
     activations: tuple[str, ...] = ("silu",)
     fits_float16: bool = True

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from disagg.kernels.ops import Experts, Ops, Weight
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
+from disagg.models.altup import HALF, AltUp, cutoff_of
 from disagg.models.communicator import Communicator
 from disagg.models.delta_net import DeltaNet
-from disagg.models.experts_config import ExpertsConfig
 from disagg.models.latent import LatentAttention
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import LayerWeights
@@ -22,6 +22,8 @@ from disagg.models.weights import LayerWeights
 class Mlp:
     gate_up: Weight
     down: Weight
+    # Inner values are cut to 0 that are not so many deviations above their mean; None: none are.
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Layer:
     input_norm: Tensor | None
     qkv: Weight
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    v_norm: Tensor | None  # [head_dim]
+    kv_source: int  # the layer whose keys and values it reads
     sinks: Tensor | None  # float32 [num_heads]
     output: Weight
     output_norm: Tensor | None
@@ -50,6 +54,7 @@ class Layer:
     rope: int  # its number among the `ropes` of the config
     latent: LatentAttention | None
     delta_net: DeltaNet | None
+    altup: AltUp | None
 
 
 class LayerPacker:
@@ -68,27 +73,35 @@ class LayerPacker:
 
     def pack(self, index: int, layer: LayerWeights) -> Layer:
         ops, config = self._ops, self._config
+        output_norm, v_norm = layer.output_norm, None
+        if config.altup is not None:  # the sum of attention and residuals is multiplied by HALF
+            assert output_norm is not None and layer.q_norm is not None
+            output_norm, v_norm = output_norm.float() * HALF, torch.ones_like(layer.q_norm)
         return Layer(
             input_norm=layer.input_norm,
             qkv=ops.pack(layer.qkv, layer.qkv_bias),
             qk_norm=norms_of_heads(config, layer.q_norm, layer.k_norm),
+            v_norm=v_norm,
+            kv_source=config.kv_sources[index],
             sinks=None if layer.sinks is None else layer.sinks.float(),
             output=ops.pack(layer.output, layer.output_bias, self._largest),
-            output_norm=layer.output_norm,
+            output_norm=output_norm,
             post_norm=layer.post_norm,
-            mlp=self._mlp(layer, config.experts_in(index)),
+            mlp=self._mlp(layer, index),
             down_norm=layer.down_norm,
             window=config.sliding_windows[index],
             rope=self._ropes.index(config.rope_in(index)),
             latent=LatentAttention.pack(ops, config, layer),
             delta_net=DeltaNet.pack(ops, config, layer),
+            altup=AltUp.pack(ops, config, index, layer),
         )
 
-    def _mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> Mlp | ExpertMlp:
-        ops, largest = self._ops, self._largest
+    def _mlp(self, layer: LayerWeights, index: int) -> Mlp | ExpertMlp:
+        ops, largest, experts = self._ops, self._largest, self._config.experts_in(index)
         if experts is None:
             gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
-            return Mlp(gate_up, ops.pack(layer.down, layer.down_bias, largest))
+            down = ops.pack(layer.down, layer.down_bias, largest)
+            return Mlp(gate_up, down, cutoff_of(self._config, index))
         assert layer.router is not None
         own = None if self._ranks is None else self._ranks.share.own_experts(experts)
         num_held = experts.num_experts if own is None else len(own)
@@ -127,20 +140,19 @@ class LayerPacker:
 def norms_of_heads(
     config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> Tensor | None:
-    """Return [num_heads + num_kv_heads, head_dim]; None if the model has no such norms.
+    """Return [num_heads + num_kv_heads, head_dim]; None if the model has no such norms. A layer
+    that reads the KV of another has those of its queries only.
 
     Args:
         q_norm, k_norm: [head_dim], used for each head, or the values of all heads.
     """
-    if q_norm is None or k_norm is None:
-        return None
-    counts = (config.num_heads, config.num_kv_heads)
-    return torch.cat(
-        [
-            norm.view(-1, config.head_dim).expand(count, -1)
-            for norm, count in zip((q_norm, k_norm), counts, strict=True)
-        ]
-    )
+    counts = (q_norm, config.num_heads), (k_norm, config.num_kv_heads)
+    found = [
+        norm.view(-1, config.head_dim).expand(count, -1)
+        for norm, count in counts
+        if norm is not None
+    ]
+    return torch.cat(found) if found else None
 
 
 def arrange_pairs_(values: Tensor) -> None:

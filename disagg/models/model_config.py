@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from disagg.errors import ModelError
 from disagg.kernels.activation import Activation
 from disagg.kernels.recurrent_state import DeltaHeads, StateShape
+from disagg.models.altup_config import AltUpConfig, altup_config, one_inner_size
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
 from disagg.models.families import FAMILIES, NOT_YET
 from disagg.models.family import Family, Fields, Json, Norms
@@ -106,7 +108,8 @@ class ModelConfig:
     `sliding_windows` has one entry per layer: the number of positions that a token sees, including
     itself, or None for all.
 
-    Layers of `delta_layers` have no attention, but a gated delta net with `delta_heads`.
+    Layers of `delta_layers` have no attention, but a gated delta net with `delta_heads`. The last
+    `num_shared_layers` have queries only (`kv_sources`).
     """
 
     family: str
@@ -144,6 +147,8 @@ class ModelConfig:
     activation: Activation = "silu"  # of MLPs
     window_rope: RopeConfig | None = None  # of layers with a window, if it differs
     no_rope_layers: frozenset[int] = frozenset()  # layers without positions
+    num_shared_layers: int = 0
+    altup: AltUpConfig | None = None
     delta_layers: tuple[int, ...] = ()
     delta_heads: DeltaHeads | None = None
     gates_output: bool = False  # of attention (`Family.gates_output`)
@@ -174,7 +179,24 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """The number of layers that keep keys and values, or latents."""
+        return self.num_attending_layers - self.num_shared_layers
+
+    @property
+    def num_attending_layers(self) -> int:
+        """The number of layers that read keys and values, or latents."""
         return self.num_layers - len(self.delta_layers)
+
+    def shares_kv(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of another."""
+        return self.num_layers - self.num_shared_layers <= layer < self.num_layers
+
+    @cached_property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads: its own, or the last that keeps some
+        and has the same window."""
+        num_own, windows = self.num_layers - self.num_shared_layers, self.sliding_windows
+        last = {window: layer for layer, window in enumerate(windows[:num_own])}
+        return *range(num_own), *(last[window] for window in windows[num_own:])
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None if its MLP is dense."""
@@ -240,6 +262,7 @@ def not_compiled(config: ModelConfig) -> str:
         "queries that grow with the position": config.rope.query_beta > 0,
         "an unusual scale of attention scores": config.score_scale is not None,
         "capped attention scores": config.score_cap is not None,
+        "several residual streams": config.altup is not None,
         "capped logits": config.logit_cap is not None,
         "scaled logits": config.logit_divisor != 1.0,
         "GELU": config.activation == "gelu_tanh",
@@ -299,6 +322,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     dense, inner = frozenset[int](), "intermediate_size"
     if names is not None and not (dense := dense_layers(fields, names)):
         inner = fields.first_of(inner, names.intermediate_size)  # no layer has it
+    altup = altup_config(fields, len(windows)) if family.has_altup else None
     return ModelConfig(
         family=name,
         num_layers=len(windows),
@@ -306,7 +330,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size(inner),
+        intermediate_size=one_inner_size(fields, len(windows)) if altup else fields.size(inner),
         vocab_size=fields.size("vocab_size"),
         max_model_len=rope.max_model_len(max_position),
         dtype=_dtype(fields),
@@ -332,6 +356,8 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         activation="silu" if family.activations == ("silu",) else "gelu_tanh",
         window_rope=window_rope,
         no_rope_layers=_no_rope_layers(fields, family, windows),
+        num_shared_layers=_num_shared_layers(fields, family, windows),
+        altup=altup,
         delta_layers=delta_layers,
         delta_heads=_delta_heads(fields) if delta_layers else None,
         gates_output=family.gates_output,
@@ -529,7 +555,7 @@ def _scale(fields: Fields, family: Family, key: str) -> float:
 
 
 def _score_scale(fields: Fields, family: Family, head_dim: int) -> float | None:
-    scale = head_dim**-0.5
+    scale = 1.0 if family.has_altup else head_dim**-0.5
     if _SCALAR in family.defaults:
         scale = fields.size(_SCALAR) ** -0.5
     elif "attention_multiplier" in family.defaults:
@@ -555,6 +581,21 @@ def _no_rope_layers(
             f" {stated!r}"
         )
     return frozenset(layer for layer in range(num_layers) if not stated[layer])
+
+
+def _num_shared_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> int:
+    key = "num_kv_shared_layers"
+    if key not in family.defaults:
+        return 0
+    number, most = fields.raw[key], len(windows) - 1
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
+        raise fields.wrong(f"{key} must be a number of layers from 0 to {most}, not {number!r}")
+    num_own = len(windows) - number
+    if not set(windows[num_own:]) <= set(windows[:num_own]):
+        raise fields.wrong(
+            f"{key} = {number} leaves no earlier layer of each kind of layer_types that shares KV"
+        )
+    return number
 
 
 def _rms_norm_eps(fields: Fields) -> float:

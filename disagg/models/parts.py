@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
+from disagg.models.altup_config import AltUpConfig
 from disagg.models.checkpoint import Range, StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
@@ -95,6 +96,8 @@ def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields
     else:
         mixer = _attention(config, layer, f"{prefix}.self_attn")
     parts = {**_norms(config, prefix), **mixer}
+    if config.altup is not None:
+        parts |= _altup(config, config.altup, prefix)
     experts = config.experts_in(layer)
     if experts is None:
         mlp = f"{prefix}.mlp"
@@ -122,6 +125,8 @@ def outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
     }
     if not config.tie_word_embeddings:
         parts["lm_head"] = [Part("lm_head.weight", table, cut=cut)]
+    if config.altup is not None:
+        parts |= _altup_tables(config, config.altup)
     return _of_rank(parts, config, share)
 
 
@@ -146,7 +151,7 @@ def check_weights(model: ModelDescription) -> None:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
             not floating point; the message names them.
     """
-    ignored, stored = _further_layers(model), model.tensors
+    ignored, stored = _further_layers(model) + _unused_kv(model.config), model.tensors
     if model.config.tie_word_embeddings:
         ignored = *ignored, "lm_head.weight"
     used = {name: each for name, each in stored.items() if not name.startswith(ignored)}
@@ -306,6 +311,8 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Fields:
     kv_size = config.num_kv_heads * config.head_dim
     heads, kv_heads = (Cut(of, 0, config.head_dim) for of in ("heads", "KV heads"))
     sizes = {"q": (q_size, heads), "k": (kv_size, kv_heads), "v": (kv_size, kv_heads)}
+    if config.shares_kv(layer):
+        del sizes["k"], sizes["v"]
     output, fused = Cut("heads", 1, config.head_dim), "qkv" * ("qkv" in config.fused)
     parts = {
         "qkv": _rows(prefix, "weight", sizes, fused, hidden),
@@ -319,12 +326,58 @@ def _attention(config: ModelConfig, layer: int, prefix: str) -> Fields:
     if config.output_bias:
         parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,), cut=Cut("once"))]
     if config.qk_norm:
-        for name in ("q", "k"):
+        for name in sizes.keys() & {"q", "k"}:
             size, cut = sizes[name] if config.qk_norm_all_heads else (config.head_dim, None)
             parts[f"{name}_norm"] = [_norm(config, f"{prefix}.{name}_norm", size, cut)]
     if config.sinks:
         parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,), cut=Cut("heads"))]
     return parts
+
+
+def _altup(config: ModelConfig, altup: AltUpConfig, prefix: str) -> Fields:
+    """What a layer with several residual streams has besides."""
+    hidden, count, size = config.hidden_size, altup.num_streams, altup.embedding_size
+    shapes: dict[str, tuple[str, Shape]] = {
+        "stream_scale": ("altup.correct_output_scale", (hidden,)),
+        "stream_norm": ("altup.router_norm.weight", (hidden,)),
+        "stream_router": ("altup.modality_router.weight", (count, hidden)),
+        "prediction": ("altup.prediction_coefs.weight", (count * count, count)),
+        "correction": ("altup.correction_coefs.weight", (count, count)),
+        "laurel_left": ("laurel.linear_left.weight", (altup.laurel_rank, hidden)),
+        "laurel_right": ("laurel.linear_right.weight", (hidden, altup.laurel_rank)),
+        "laurel_norm": ("laurel.post_laurel_norm.weight", (hidden,)),
+        "token_gate": ("per_layer_input_gate.weight", (size, hidden)),
+        "token_output": ("per_layer_projection.weight", (hidden, size)),
+        "token_norm": ("post_per_layer_input_norm.weight", (hidden,)),
+    }
+    return {
+        f"altup.{field}": [Part(f"{prefix}.{name}", shape)]
+        for field, (name, shape) in shapes.items()
+    }
+
+
+def _altup_tables(config: ModelConfig, altup: AltUpConfig) -> Fields:
+    """What a decoder with several residual streams has outside its layers."""
+    hidden, size = config.hidden_size, config.num_layers * altup.embedding_size
+    square, others = (hidden, hidden), range(altup.num_streams - 1)
+    return {
+        "altup.table": [Part("model.embed_tokens_per_layer.weight", (altup.embedding_rows, size))],
+        "altup.token_input": [Part("model.per_layer_model_projection.weight", (size, hidden))],
+        "altup.token_input_norm": [
+            Part("model.per_layer_projection_norm.weight", (altup.embedding_size,))
+        ],
+        "altup.spread": [Part(f"model.altup_projections.{i}.weight", square) for i in others],
+        "altup.join": [Part(f"model.altup_unembed_projections.{i}.weight", square) for i in others],
+    }
+
+
+def _unused_kv(config: ModelConfig) -> tuple[str, ...]:
+    """Names of keys and values that checkpoints have for layers that read those of others."""
+    return tuple(
+        f"model.layers.{layer}.self_attn.{name}."
+        for layer in range(config.num_layers - config.num_shared_layers, config.num_layers)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
 
 
 def _with_gates(qkv: list[Part], config: ModelConfig) -> list[Part]:

@@ -148,6 +148,8 @@ def _problem(config: ModelConfig, num_ranks: int, expert_parallel: bool) -> str:
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     if config.states is not None and num_ranks > 1:
         return "the recurrent states of its layers with linear attention cannot be divided yet"
+    if config.altup is not None and num_ranks > 1:
+        return "models with several residual streams (AltUp) cannot be divided yet"
     if heads % num_ranks:
         return f"{heads} (heads) / {num_ranks} = {heads / num_ranks:g}"
     if kv_heads % num_ranks and num_ranks % kv_heads:

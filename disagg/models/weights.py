@@ -46,6 +46,7 @@ class LayerWeights:
     """
 
     # [(num_heads + 2 * num_kv_heads) * head_dim, hidden], and num_heads * head_dim rows for gates;
+    # of a layer that reads the KV of another: [num_heads * head_dim, hidden];
     # latent: [q | q_a, kv_a, key of the index]; delta net: [q, k, v, gates]
     qkv: Matrix
     qkv_bias: Tensor | None = None
@@ -80,6 +81,7 @@ class LayerWeights:
     shared_gate_up: Matrix | None = None  # [2 * shared intermediate, hidden]
     shared_down: Matrix | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
+    altup: Mapping[str, Matrix] | None = None  # of several residual streams, see `models.altup`
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class DecoderWeights:
     norm: Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
     dtype: torch.dtype  # dtype of activations
+    altup: Mapping[str, Matrix] | None = None  # of several residual streams, see `models.altup`
 
 
 def load_weights(
@@ -131,6 +134,15 @@ def load_weights(
     return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
 
 
+def nested(fields: Mapping[str, Matrix]) -> dict[str, Any]:
+    """By name; a field "x.y" is one of the mapping x."""
+    found: dict[str, Any] = {}
+    for name, matrix in fields.items():
+        whole, _, part = name.rpartition(".")
+        (found.setdefault(whole, {}) if whole else found)[part] = matrix
+    return found
+
+
 def _in_order(stored: Tensor, part: Part) -> Tensor:
     """Separate the rows of gate and up of all experts, [experts, rows, ...], if they alternate."""
     if not part.is_interleaved:
@@ -162,7 +174,7 @@ class WeightReader:
     def read(self, fields: Fields) -> dict[str, Matrix]:
         """Read the fields of a layer, or those outside the layers."""
         packings = self._format.packings(fields)
-        return {name: self._field(its, packings.get(name)) for name, its in fields.items()}
+        return nested({name: self._field(its, packings.get(name)) for name, its in fields.items()})
 
     def read_stored(self, name: str) -> Tensor:
         """Read a tensor that is no weight as it is stored, onto the host."""

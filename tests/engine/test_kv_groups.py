@@ -27,10 +27,11 @@ SIZE = 4
 NUM_NEW = 8
 LENGTHS = [(1, 190), (2, 90), (3, 150), (4, 5)]  # of prompts, by their seeds
 # Full attention and windows in turns; more layers with windows than without; only windows; and
-# layers of a window that do not fill their last group.
+# layers of a window that do not fill their last group. In gemma3n layers share KV.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3": {"num_hidden_layers": 5, "layer_types": [*"wwfwf"]},
+    "gemma3n": {},
     "gpt-oss": {"num_hidden_layers": 4},
     "mistral-sliding": {},
     "olmo3": {},
@@ -43,7 +44,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 # Of these each run has some: windows beside full attention and alone, and a state.
-EACH_RUN = ["gemma3", "gpt-oss", "mistral-sliding", "qwen3-mixed-windows"]
+EACH_RUN = ["gemma3", "gemma3n", "gpt-oss", "mistral-sliding", "qwen3-mixed-windows"]
 EACH_STATE = ["qwen3-next", "qwen3.5-odd"]
 
 
@@ -214,5 +215,5 @@ def test_bfloat16_is_as_with_one_group(
         return [*(each.logprobs for each in events), *(each.prompt_logprobs for each in sequences)]
 
     in_groups = logprobs()
-    monkeypatch.setattr(check, "group_layers", lambda windows: one_group(len(windows)))
+    monkeypatch.setattr(check, "group_layers", lambda _, sources: one_group(sources))
     assert logprobs() == in_groups

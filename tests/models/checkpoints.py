@@ -106,6 +106,21 @@ _GEMMA3 = {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 20,
 }
+_GEMMA3N = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "num_hidden_layers": 7,
+    "layer_types": [
+        f"{kind}_attention"
+        for kind in ("sliding", "full", *["sliding"] * 2, "full", "sliding", "full")
+    ],
+    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size_per_layer_input": 5,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0, 0.0, 0.7, 0.0],
+}
 _LONGROPE = {
     **_ROPE,
     "rope_type": "longrope",
@@ -310,6 +325,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": _LINEAR,
                 "sliding_attention": {"rope_theta": 7.0},
             },
+        },
+    ),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
+    "gemma3n-odd": (
+        "Gemma3n",
+        {
+            **_GEMMA3N,
+            "num_kv_shared_layers": 0,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "activation_sparsity_pattern": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 0.75,
         },
     ),
     "olmo2": ("Olmo2", {}),

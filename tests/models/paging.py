@@ -11,7 +11,7 @@ from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.kernels.recurrent_state import DeltaHeads
-from disagg.kv_groups import state_places
+from disagg.kv_groups import one_group, state_places
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import IndexConfig, LatentConfig, ModelConfig
@@ -101,6 +101,8 @@ def new_slab(
     states."""
     heads = (config.num_kv_layers, config.num_kv_heads, block_size, config.head_dim)
     cpu, format, places = torch.device("cpu"), format_of(dtype), None
+    if config.num_shared_layers:
+        places = one_group(config.kv_sources).places
     if config.states is not None:
         places = state_places(config.num_layers, config.delta_layers)
         block_nbytes = math.prod(heads) * config.num_vectors * format.itemsize

@@ -24,6 +24,7 @@ from tests.models.popular_shapes import (
     compressed,
     deepseek,
     dense,
+    gemma3n,
     glm,
     gpt_oss,
     llama,
@@ -183,6 +184,8 @@ POPULAR: dict[str, Popular] = {
                          "num_attention_heads": 32, "num_key_value_heads": 16,
                          "query_pre_attn_scalar": 168, "sliding_window": 1024, **GEMMA3_ROPE}},
         27.01),
+    "google/gemma-3n-E2B-it": Popular(gemma3n(30, 8192, 10), 4.435),
+    "google/gemma-3n-E4B-it": Popular(gemma3n(35, 16384, 15), 6.835),
     "google/gemma-2-9b-it": Popular(
         dense("Gemma2ForCausalLM", "gemma2", (42, 3584, 14336, 16, 8, 256000, 8192), head_dim=256,
               query_pre_attn_scalar=256, **GEMMA2), 9.24),

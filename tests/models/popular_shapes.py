@@ -242,3 +242,21 @@ GEMMA2 = {
     "eos_token_id": 1,
 }
 GEMMA3_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+
+
+def gemma3n(num_layers: int, intermediate_size: int, num_shared: int) -> dict[str, Any]:
+    text = {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": num_layers,
+        "intermediate_size": [intermediate_size] * num_layers,
+        "num_kv_shared_layers": num_shared,
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * (num_layers - 10),
+        "layer_types": [
+            "full_attention" if layer % 5 == 4 else "sliding_attention"
+            for layer in range(num_layers)
+        ],
+        "hidden_size": 2048,
+        "rope_scaling": None,
+    }
+    whole = other("Gemma3nForConditionalGeneration", "gemma3n")
+    return {**whole, "torch_dtype": "bfloat16", "eos_token_id": [1, 106], "text_config": text}

@@ -99,6 +99,12 @@ OWN: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": _LATENT,
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "GptOssForCausalLM": {"num_local_experts": 6},
+    "Gemma3nForCausalLM": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 32,
+        "hidden_size_per_layer_input": 4,
+        "laurel_rank": 4,
+    },
 }
 SCALES = "embedding_multiplier", "residual_multiplier", "logits_scaling"
 ROTATIONS = {

@@ -114,6 +114,8 @@ def families_table() -> str:
             ("latents", family.is_latent),
             ("of the tokens that an index chooses", bool(family.index_rotation)),
             ("gated", family.gates_output),
+            ("KV of earlier layers", "num_kv_shared_layers" in family.defaults),
+            ("several residual streams", family.has_altup),
             ("gated delta nets where config.json says", family.delta_nets != ""),
         ]
         attention = ", ".join([attention, *(word for word, has in more if has)])

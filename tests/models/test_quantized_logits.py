@@ -58,6 +58,7 @@ OF_FAMILIES = [
     ("gemma", "int8"),
     ("gemma2", "awq"),
     ("gemma3", "fp8 blocks"),
+    ("gemma3n", "awq"),
     ("olmo2", "float rows"),
     ("olmo3", "packed with zeros"),
     ("gpt-oss", "mxfp4"),

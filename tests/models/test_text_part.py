@@ -170,16 +170,23 @@ def test_its_logits_are_those_of_the_whole(
     assert not any("vis" in tensor or "multi_modal" in tensor for tensor in described.tensors)
 
 
-@pytest.mark.parametrize("kind", ["awq", "fp8 blocks"])
-def test_its_weights_may_be_quantised(kind: str, tmp_path: Path) -> None:
-    checkpoint = write_quantized(tmp_path, "gemma3", kind)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma3", "awq"), ("gemma3", "fp8 blocks"), ("gemma3n", "awq")]
+)
+def test_its_weights_may_be_quantised(name: str, kind: str, tmp_path: Path) -> None:
+    """Also of a model that hears: its other parts are left out, too."""
+    checkpoint = write_quantized(tmp_path, name, kind)
     directory = checkpoint.directory
     _rename(directory, ("model.", "model.language_model."))
+    stored = load_file(directory / "model.safetensors")
+    others = ("audio_tower.norm", "embed_audio.embedding", "embed_vision.embedding")
+    stored |= {f"model.{other}.weight": torch.ones(3) for other in others}
+    save_file(stored, directory / "model.safetensors")
     file = directory / "config.json"
     text = json.loads(file.read_text())
     whole = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
+        "architectures": [f"{name.capitalize()}ForConditionalGeneration"],
+        "model_type": name,
         "quantization_config": text.pop("quantization_config"),
         "text_config": text,
     }

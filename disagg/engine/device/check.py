@@ -101,6 +101,12 @@ def draft_model_of(
             " Leave speculative_config out, or use its method ngram.",
             param="speculative_config",
         )
+    if model.config.altup is not None and asked.method != "draft_model":
+        raise StartupError(
+            f"The method {asked.method} is not possible for {model.name}: a head has one hidden"
+            " state of a token, and this model several. Use the method ngram or draft_model.",
+            param="speculative_config",
+        )
     if asked.exit_layer is not None:
         return first_layers(model, asked.exit_layer)
     if asked.model is None:
@@ -309,5 +315,6 @@ def _choose_shape(
         fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
     # Where layers have states, `KVShape` knows how many blocks a state needs.
     in_groups &= model.config.states is None
-    layers = group_layers(model.config.sliding_windows) if in_groups else None
+    windows, sources = model.config.sliding_windows, model.config.kv_sources
+    layers = group_layers(windows, sources) if in_groups else None
     return KVShape.from_model(model.config, fingerprint, block_size, format, share, layers)

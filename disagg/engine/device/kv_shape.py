@@ -13,7 +13,7 @@ from disagg.errors import NotEnoughMemory, StartupError
 from disagg.host import read_memory
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
 from disagg.kernels.recurrent_state import StateShape
-from disagg.kv_groups import MAX_GROUPS, STATE, KVGroups, LayerGroups, group_with_states
+from disagg.kv_groups import MAX_GROUPS, STATE, KVGroups, LayerGroups, group_with_states, one_group
 from disagg.kvtransfer.slab import BlockPart
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE, Share
@@ -56,6 +56,7 @@ class KVShape:
         share: Share = WHOLE,
         layers: LayerGroups | None = None,
     ) -> KVShape:
+        layers = layers or (one_group(model.kv_sources) if model.num_shared_layers else None)
         shape = cls(
             num_layers=model.num_kv_layers if layers is None else layers.num_layers,
             num_kv_heads=model.num_kv_heads,

@@ -20,6 +20,7 @@ LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
 LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
 LAUNCHES_OF_INDICES = 14  # additional launches of a layer whose tokens an index chooses
 LAUNCHES_OF_DELTA_NETS = 12  # additional launches of a layer with a recurrent state
+LAUNCHES_OF_ALTUP = 36  # additional launches of a layer with several residual streams
 LAUNCHES_OF_WIDE_NORMS = 9  # additional launches of a layer with norms over all heads of q and of k
 CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
 # Query rows of partial results, of a tile of few queries and of a prompt's.
@@ -97,6 +98,7 @@ def captured_nbytes(
     launches_a_layer += LAUNCHES_OF_INDICES if _index(model) else 0
     launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
     launches_a_layer += LAUNCHES_OF_DELTA_NETS if model.delta_heads else 0
+    launches_a_layer += LAUNCHES_OF_ALTUP if model.altup else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
 
@@ -145,4 +147,8 @@ def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
     if model.delta_heads is not None:  # projections, and gates and products in float32
         num_values = model.delta_heads.num_heads * model.delta_heads.value_dim
         attention = max(attention, model.delta_heads.num_channels + 9 * num_values)
-    return (4 * model.hidden_size + mlp + attention) * itemsize + _chosen_nbytes(model)
+    residuals = 4 * model.hidden_size
+    if (altup := model.altup) is not None:  # streams, predicted, and their difference in float32
+        residuals *= 1 + 2 * altup.num_streams
+        residuals += 4 * model.num_layers * altup.embedding_size
+    return (residuals + mlp + attention) * itemsize + _chosen_nbytes(model)

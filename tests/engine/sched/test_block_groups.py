@@ -58,6 +58,23 @@ def test_each_layer_has_a_place_among_layers_of_its_window(windows: list[Window]
     assert None not in layers.windows[first_window:], "full attention comes first"
 
 
+@given(st.lists(st.sampled_from([None, 4, 9]), min_size=2, max_size=12), st.data())
+def test_layers_that_share_kv_have_the_place_of_another(
+    windows: list[Window], data: st.DataObject
+) -> None:
+    """Their pool has no more bytes than that of the layers before them."""
+    num_own = len(windows)
+    shared = data.draw(st.lists(st.sampled_from(windows), max_size=5))
+    sources = [num_own - 1 - windows[::-1].index(window) for window in shared]
+    own, both = (
+        group_layers(windows),
+        group_layers([*windows, *shared], [*range(num_own), *sources]),
+    )
+    assert both.places[:num_own] == own.places
+    assert both.places[num_own:] == tuple(own.places[source] for source in sources)
+    assert (both.windows, both.num_layers) == (own.windows, own.num_layers)
+
+
 @pytest.mark.parametrize(
     ("num_windows", "num_full", "size", "windows"),
     [
