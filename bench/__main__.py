@@ -24,6 +24,7 @@ BENCHES = (
     "batch",
     "cascade",
     "cold_start",
+    "eviction",
     "first_minute",
     "formats",
     "groups",

@@ -170,6 +170,16 @@ class KVGroups:
             return max(0, num_tokens - 1) // self.block_size
         return max(0, num_tokens - window + 1) // TILE_TOKENS * TILE_TOKENS // self.block_size
 
+    @property
+    def can_evict(self) -> bool:
+        """Whether a sequence may lose rows between others: each layer sees all that are left."""
+        return self.windows == (None,)
+
+    def evicted(self, num_tokens: int, sinks: int, window: int) -> range:
+        """The rows between the first tokens of a sequence and the last ones."""
+        first = self.num_rows(sinks)
+        return range(first, max(first, (num_tokens - window) // self.block_size))
+
     def needed(self, num_tokens: int) -> Sequence[int]:
         """The blocks that are needed to go on after `num_tokens` tokens.
 

@@ -84,6 +84,16 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     head: Literal["", "score", "logit"] = ""
 
 
+class KVEviction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tokens that keep their KV when it moves: the first and the last, in whole blocks.
+
+    Sinks and a window of StreamingLLM (arXiv 2309.17453). The answer then loses what lies between.
+    """
+
+    window: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    sinks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 4
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -108,6 +118,7 @@ class SamplingParams(
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
     grammar: Grammar | None = None
     thinking: Thinking | None = None  # if it has a budget, or a grammar begins behind it
+    kv_eviction: KVEviction | None = None
     pooling: Pooling | None = None  # with it `max_tokens` is 1: the token itself is of no use
 
     @property

@@ -93,6 +93,7 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
         slots of these rows.
     num_unread: the tokens of the first `num_unread` sequences are known on the device only.
     has_adapters: whether a sequence has a LoRA adapter.
+    are_shifted: see `models.batch.Batch`.
     """
 
     lengths: list[int]
@@ -100,6 +101,7 @@ class StepShape(msgspec.Struct, frozen=True, array_like=True):
     num_decodes: int
     query_lens: tuple[int, ...]
     has_adapters: bool = False
+    are_shifted: bool = False
 
     @property
     def num_seqs(self) -> int:

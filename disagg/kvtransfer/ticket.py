@@ -30,7 +30,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class KVTicket:
-    """The KV of the first `num_tokens` tokens of a request is in `block_ids` of the source.
+    """The KV of the first `num_tokens` tokens of a request is in `block_ids` of the source, but for
+    that of `num_evicted` tokens among them, a number of whole blocks.
 
     A copy is valid only if the blocks' generations, read after the copy, still equal the ticket's.
     """
@@ -42,6 +43,7 @@ class KVTicket:
     num_tokens: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]  # one per block
+    num_evicted: int = 0
     foreign: bytes = b""  # of another engine's transfer, which has no blocks of ours
 
 
@@ -52,6 +54,7 @@ def issue_ticket(
     ticket_id: str,
     num_tokens: int,
     block_ids: Sequence[int],
+    num_evicted: int = 0,
 ) -> KVTicket:
     """A ticket for blocks of this worker with their current content.
 
@@ -71,6 +74,7 @@ def issue_ticket(
         num_tokens=num_tokens,
         block_ids=tuple(block_ids),
         generations=tuple(generations[block_id] for block_id in block_ids),
+        num_evicted=num_evicted,
     )
 
 

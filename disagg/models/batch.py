@@ -13,7 +13,8 @@ class Batch:
     """One step of some sequences, whose tokens are packed one after the other.
 
     Sequence i has rows [query_start[i], query_start[i+1]) of the token tensors. These are its last
-    tokens, at positions context_lens[i] - num_query_tokens .. context_lens[i] - 1. Decoding
+    tokens, at positions context_lens[i] - num_query_tokens .. context_lens[i] - 1, or at later ones
+    if the KV of tokens before them was given up. Decoding
     sequences (one token each) come first, then chunks of prompts.
     """
 
@@ -34,3 +35,5 @@ class Batch:
     # int32 [num_rows]: for each row of `block_tables` the slot of its sequence's LoRA adapter, or
     # -1; None: no sequence of the step has one
     adapters: torch.Tensor | None = None
+    # Whether positions of a sequence are not the last of its context.
+    are_shifted: bool = False

@@ -476,10 +476,11 @@ class CpuDecoder(Decoder):
         return computed
 
     def _knows(self, batch: Batch) -> bool:
-        """The program knows no adapters, and states only before layers or of rows with logits."""
+        """The program knows no adapters and no positions beside those of the context, and states
+        only before layers or of rows with logits."""
         kept = self.kept
         knows_states = kept is None or kept.of_rows or len(self._layers) not in kept.layers
-        return batch.adapters is None and knows_states
+        return batch.adapters is None and not batch.are_shifted and knows_states
 
     @property
     def _kept_layers(self) -> tuple[int, ...]:

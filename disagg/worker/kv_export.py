@@ -66,26 +66,32 @@ class KVExport:
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
         """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
 
-        The ticket covers all tokens with KV: all but the one that was just sampled. If no ticket
-        can be issued, the blocks are freed.
+        The ticket covers all tokens with KV, all but the one that was just sampled, without those
+        that the request gives up. If no ticket can be issued, the blocks are freed.
         """
-        num_tokens = sequence.num_computed
-        needed = self._engine.pool.groups.needed(num_tokens)
+        num_tokens, groups = sequence.num_computed, self._engine.pool.groups
+        num_evicted, asked = sequence.num_evicted, sequence.sampling.kv_eviction
         table, sequence.block_ids = sequence.block_ids, []
-        kept = [table[index] for index in needed]
+        kept = [table[index] for index in groups.needed(num_tokens - num_evicted)]
+        if asked is not None and groups.can_evict:
+            evicted = groups.evicted(num_tokens - num_evicted, asked.sinks, asked.window)
+            del kept[evicted.start : evicted.stop]
+            num_evicted += len(evicted) * groups.block_size
         self._engine.release([*{*held_blocks(table)}.difference(kept)])
-        return self._hold(sequence.request_id, kept, num_tokens, now, sequence.deadline_unix_s)
+        until_s = sequence.deadline_unix_s
+        return self._hold(sequence.request_id, kept, num_tokens, now, until_s, num_evicted)
 
     def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
         """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
 
-        Without those of windows, most of which are not needed after the whole prompt. Nothing is
+        Without those of windows, most of which are not needed after the whole prompt, as those of a
+        prompt that gives up some. Nothing is
         held for it. If the sequence ends first and its blocks are reused, the reader finds other
         stamps.
         """
         groups = self._engine.pool.groups
         num_full = sequence.num_computed // groups.block_size
-        if not num_full or not groups.num_full:
+        if not num_full or not groups.num_full or sequence.sampling.kv_eviction is not None:
             return None
         table, num_groups = sequence.block_ids, groups.num_groups
         return issue_ticket(
@@ -128,6 +134,7 @@ class KVExport:
         num_tokens: int,
         now: float,
         until_s: float,
+        num_evicted: int = 0,
         is_prefix: bool = False,
     ) -> KVTicket:
         """Issue a ticket and hold the blocks for it; on failure free them."""
@@ -138,6 +145,7 @@ class KVExport:
                 ticket_id=name,
                 num_tokens=num_tokens,
                 block_ids=block_ids,
+                num_evicted=num_evicted,
             )
             if name in self._holds:
                 raise TransferFailed(f"ticket {name} is held already; ticket ids are used once")

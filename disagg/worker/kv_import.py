@@ -342,16 +342,17 @@ class KVImport:
         self, ticket: KVTicket, sequence: Sequence, traceparent: str
     ) -> TicketSource | None:
         """None: the ticket does not fit the sequence, and was released."""
-        pool, num_tokens = self._engine.pool, ticket.num_tokens
-        is_sound = 0 < num_tokens < len(sequence.tokens)
+        pool, num_tokens, num_evicted = self._engine.pool, ticket.num_tokens, ticket.num_evicted
+        is_sound = 0 <= num_evicted < num_tokens < len(sequence.tokens)
+        is_sound = is_sound and (not num_evicted or pool.groups.can_evict)
         is_sound = is_sound and sequence.prompt_logprobs is None  # these need all computed here
         if is_sound:
-            num_needed = pool.groups.num_needed(num_tokens)
+            num_needed = pool.groups.num_needed(num_tokens - num_evicted)
             is_sound = len(ticket.block_ids) == num_needed <= pool.num_blocks
         if not is_sound:
             self._transport.release(ticket)
             return None
-        is_named = pool.enable_prefix_caching
+        is_named = pool.enable_prefix_caching and not num_evicted
         names = pool.groups.names(sequence.block_hashes, num_tokens) if is_named else []
         return TicketSource(ticket, names, self._transport, self._transfer_times, traceparent)
 
@@ -455,10 +456,10 @@ class KVImport:
         """
         sequence, source, pool = each.sequence, each.source, self._engine.pool
         assert source is not None
-        if sequence is not None and source.num_tokens:
-            blocks = *each.held, *each.reserved
-            sequence.block_ids = pool.groups.table(blocks, source.num_tokens)
-            sequence.num_computed = source.num_tokens
+        if sequence is not None and isinstance(source, TicketSource):
+            blocks, num_tokens = (*each.held, *each.reserved), source.num_tokens
+            sequence.num_computed, sequence.num_evicted = num_tokens, source.ticket.num_evicted
+            sequence.block_ids = pool.groups.table(blocks, num_tokens - sequence.num_evicted)
             enter_or_end(self._engine, sequence, self._engine.join)
             return
         for block_id, name in zip(each.reserved, source.names[len(each.held) :], strict=False):

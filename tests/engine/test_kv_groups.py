@@ -173,18 +173,28 @@ def test_hand_over(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("variant", "asked", "said"),
     [
-        ({"tensor_parallel_size": 2}, "recurrent states .* cannot be divided yet"),
-        ({"speculative_config": SpeculativeConfig(method="ngram")}, "speculative_config is not"),
-        ({"enable_lora": True}, "enable_lora is not supported for Qwen3NextForCausalLM"),
-        ({"block_size": 1}, "block_size = 1 is too small .* Set block_size = 2"),
+        ("qwen3-next", {"tensor_parallel_size": 2}, "recurrent states .* cannot be divided yet"),
+        (
+            "qwen3-next",
+            {"speculative_config": SpeculativeConfig(method="ngram")},
+            "speculative_config is not",
+        ),
+        ("qwen3-next", {"enable_lora": True}, "enable_lora is not supported for Qwen3NextFor"),
+        ("qwen3-next", {"block_size": 1}, "block_size = 1 is too small .* Set block_size = 2"),
+        ("gemma3n", {"tensor_parallel_size": 2}, "several residual streams .* divided yet"),
+        (
+            "gemma3n",
+            {"speculative_config": SpeculativeConfig(method="early_exit", exit_layer=2)},
+            "early_exit is not possible for .* ngram or draft_model",
+        ),
     ],
 )
-def test_what_is_not_supported_with_recurrent_states_is_refused(
-    asked: dict[str, Any], said: str, tmp_path: Path
+def test_what_is_not_supported_with_states_or_streams_is_refused(
+    variant: str, asked: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path, "qwen3-next")
+    checkpoint = write_checkpoint(tmp_path, variant)
     with pytest.raises(StartupError, match=said):
         new_engine(checkpoint, **asked)
 

@@ -389,10 +389,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     ),
 }
-# Ranks have shares of these, and adapters change them: not of models with recurrent states.
+# Adapters change these, and ranks have shares of most: not of models with recurrent states.
 WITHOUT_STATES = {
     name: each for name, each in VARIANTS.items() if "linear_num_key_heads" not in each[1]
 }
+DIVISIBLE = {name: each for name, each in WITHOUT_STATES.items() if each[0] != "Gemma3n"}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks
 from tests.grids import some
-from tests.models.checkpoints import WITHOUT_STATES, Checkpoint, write_checkpoint
+from tests.models.checkpoints import DIVISIBLE, Checkpoint, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.paging import Tokens, make_batch, new_slab
 from tests.models.quantized_files import GPT_OSS, write_quantized
@@ -102,7 +102,7 @@ def compare(
 
 
 OF_FAMILIES = {
-    family: name for name, (family, _) in reversed(WITHOUT_STATES.items())
+    family: name for name, (family, _) in reversed(DIVISIBLE.items())
 }  # the first of each
 
 
@@ -122,7 +122,7 @@ ON_TWO = [
     ("variant", "num_ranks"),
     some(
         [*((name, 4) for name in OF_FAMILIES.values()), *((name, 2) for name in ON_TWO)],
-        product(WITHOUT_STATES, (2, 4)),
+        product(DIVISIBLE, (2, 4)),
     ),
 )
 def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_ranks_read_their_part_of_a_gguf_file(variant: str, tmp_path: Path) -> N
     compare(model, checkpoint, 4, None)
 
 
-@pytest.mark.parametrize("variant", WITHOUT_STATES)
+@pytest.mark.parametrize("variant", DIVISIBLE)
 def test_ranks_read_all_of_a_checkpoint_and_no_divided_tensor_twice(
     variant: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from disagg.api.json_body import Body
 from disagg.api.refusals import INTERNAL_FIELDS, NOT_IMPLEMENTED
 from disagg.api.request_spec import Milliseconds
 from disagg.config import MAX_PRIORITY
+from disagg.messages import KVEviction
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -176,6 +177,7 @@ class SamplingFields(AnswerFields, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=8192)] | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=128)] | None = None
+    kv_eviction: KVEviction | None = None
     response_format: ResponseFormat | None = None
     guided_json: Schema | None = None  # vLLM's older names for parts of `structured_outputs`
     guided_regex: str | None = None

@@ -104,20 +104,21 @@ class _Decodes:
         self.sequences = sequences
         self.slots = [sequence.slot for sequence in sequences]
         self.has_adapters = _have_adapters(sequences)
-        ends = [start + 1 for start in starts]
+        self.are_shifted = _are_shifted(sequences)
+        ends = [start + 1 - each.num_evicted for start, each in zip(starts, sequences, strict=True)]
         self.places = np.array((self.slots, starts, kv_slots, ends), np.int64)
         self._begin: deque[list[int]] | None = None  # item i: rows that begin a block in i steps
 
     @property
-    def ends(self) -> list[int]:
-        return self.places[3].tolist()  # type: ignore[no-any-return]
+    def next_positions(self) -> list[int]:
+        return (self.places[1] + 1).tolist()  # type: ignore[no-any-return]
 
     def advance(self, block_size: int) -> list[int]:
         """Advance each sequence by a token. Returns the rows whose token begins a block."""
         if self._begin is None:
             self._begin = deque([] for _ in range(block_size))
-            for row, end in enumerate(self.ends):
-                self._begin[-end % block_size].append(row)
+            for row, position in enumerate(self.next_positions):
+                self._begin[-position % block_size].append(row)
         self.places[1:] += 1
         self._begin.rotate(-1)
         return self._begin[-1]
@@ -182,13 +183,13 @@ class Batching:
             changes = self._decode(plan, are_new=bool(entered))
             sequences = plan.sequences[plan.num_unread :]
             token_ids = [sequence.tokens[-1] for sequence in sequences]
-            has_adapters = self._decodes.has_adapters
+            has_adapters, are_shifted = self._decodes.has_adapters, self._decodes.are_shifted
             parts: tuple[Ints, ...] = (*self._decodes.places, token_ids, *changes)
         else:
             self._decodes = _Decodes((), (), [])
             starts, slots = plan.first_positions(), [each.slot for each in plan.sequences]
             ends = [*map(add, starts, plan.query_lens)]
-            has_adapters = _have_adapters(plan.sequences)
+            has_adapters, are_shifted = _have_adapters(plan.sequences), _are_shifted(plan.sequences)
             token_ids, logits_rows = _tokens(plan, starts)
             spans = [*map(range, starts, ends)]
             kv_slots = chain.from_iterable(map(self.kv_slots, plan.sequences, spans))
@@ -196,11 +197,13 @@ class Batching:
             begins = [0, *accumulate(plan.query_lens)]
             wanted = [slots[bisect_right(begins, row) - 1] for row in logits_rows]
             changes = self._changes(plan.sequences)
-            places = slots, positions, [*kv_slots], ends
+            kept = [end - each.num_evicted for end, each in zip(ends, plan.sequences, strict=True)]
+            places = slots, positions, [*kv_slots], kept
             parts = (*places, token_ids, *changes, begins, logits_rows, wanted)
         lengths = [*map(len, parts)]
         query_lens = tuple(plan.query_lens)
-        shape = StepShape(lengths, plan.num_unread, plan.num_decodes, query_lens, has_adapters)
+        numbers = plan.num_unread, plan.num_decodes, query_lens
+        shape = StepShape(lengths, *numbers, has_adapters, are_shifted)
         return self._written(parts, shape)
 
     def received(self, numbers: bytes, shape: StepShape) -> StepInputs:
@@ -221,14 +224,14 @@ class Batching:
         decodes, sequences = self._decodes, plan.sequences
         if not (plan.continues and sequences is decodes.sequences):
             slots, starts = [each.slot for each in sequences], plan.first_positions()
-            if are_new or slots != decodes.slots or starts != decodes.ends:
+            if are_new or slots != decodes.slots or starts != decodes.next_positions:
                 at = map(self.kv_slots, sequences, ((start,) for start in starts))
                 self._decodes = _Decodes(sequences, starts, [*chain.from_iterable(at)])
                 return self._changes(sequences)
             decodes.sequences = sequences
         begun = decodes.advance(self._block_size)
         for row in begun:
-            block = decodes.places[1, row] // self._block_size
+            block = (decodes.places[3, row] - 1) // self._block_size
             first = sequences[row].block_ids[block * self._num_groups]
             decodes.places[2, row] = first * self._block_size
         return self._changes([sequences[row] for row in begun])
@@ -238,9 +241,10 @@ class Batching:
         cells: list[int] = []
         block_ids: list[int] = []
         block_size, num_groups = self._block_size, self._num_groups
-        changed = [each for each in sequences if each.num_listed != each.num_slots]
+        changed = [e for e in sequences if e.num_listed != e.num_slots - e.num_evicted]
         for sequence in changed:
-            begin, end = sequence.num_listed // block_size, sequence.num_slots // block_size
+            num_slots = sequence.num_slots - sequence.num_evicted
+            begin, end = sequence.num_listed // block_size, num_slots // block_size
             if end > self._max_num_blocks:
                 raise ValueError(
                     f"{sequence} does not fit into the {self._max_num_blocks} columns of the block"
@@ -255,13 +259,14 @@ class Batching:
                 cells.extend(range(first + begin, first + end))
                 block_ids += rows[group::num_groups]
                 first += self._max_num_blocks
-            sequence.num_listed = sequence.num_slots
+            sequence.num_listed = num_slots
         return cells, block_ids
 
     def kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
         """The KV slots of some positions of a sequence, in the first group of layers."""
         block_ids, size, num_groups = sequence.block_ids, self._block_size, self._num_groups
-        return [block_ids[p // size * num_groups] * size + p % size for p in positions]
+        first = sequence.num_evicted
+        return [block_ids[(p - first) // size * num_groups] * size + p % size for p in positions]
 
     # On the device, in the order of steps.
 
@@ -283,6 +288,7 @@ class Batching:
             max_query_len=1 if shape.are_decodes else max(shape.query_lens),
             query_lens=shape.query_lens,
             context_lens_host=step.numbers.written(first, first + shape.num_seqs).tolist(),
+            are_shifted=shape.are_shifted,
         )
         return batch, slots_of_logits
 
@@ -367,6 +373,11 @@ class Batching:
 def _have_adapters(sequences: SequenceOf[Sequence]) -> bool:
     """Whether any of them has a LoRA adapter."""
     return any([each.adapter_slot >= 0 for each in sequences])
+
+
+def _are_shifted(sequences: SequenceOf[Sequence]) -> bool:
+    """See `Batch.are_shifted`."""
+    return any([each.num_evicted > 0 for each in sequences])
 
 
 def max_graph_tokens(max_num_seqs: int) -> int:

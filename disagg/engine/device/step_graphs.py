@@ -159,4 +159,5 @@ class StepGraphs:
             query_lens=(),
             context_lens_host=(),
             adapters=self._tables[:, -1] if has_adapters else None,
+            are_shifted=False,
         )

@@ -71,14 +71,16 @@ def take_imported(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def num_slots(pool: BlockPool, sequence: Sequence) -> int:
-    """The positions for which its block table has rows."""
-    return len(sequence.block_ids) // pool.groups.num_groups * pool.block_size
+    """The positions for which its block table has rows, or had."""
+    num_rows = len(sequence.block_ids) // pool.groups.num_groups
+    return num_rows * pool.block_size + sequence.num_evicted
 
 
 def watch_blocks(pool: BlockPool, sequence: Sequence) -> None:
     """Cache the sequence's blocks as they fill up, from the row after `num_published` on."""
     num_tokens = (sequence.num_published + 1) * pool.block_size
     is_watched = pool.enable_prefix_caching or pool.groups.num_partial > 0
+    is_watched &= not sequence.num_evicted
     sequence.publish_at = num_tokens if is_watched else _NEVER
 
 
@@ -136,13 +138,18 @@ def _missing(pool: BlockPool, sequence: Sequence, num_rows: int) -> SequenceOf[i
     """The places in the block table of the next rows that have no block of KV yet."""
     groups, table = pool.groups, sequence.block_ids
     num_groups = groups.num_groups
-    first = sequence.num_slots // pool.block_size * num_groups
+    first = _num_complete(pool, sequence) * num_groups
     end = first + num_rows * num_groups
     if not groups.num_partial:
         return range(first, end)
     num_kv = num_groups - groups.num_states
     rows = (range(row, row + num_kv) for row in range(first, end, num_groups))
     return [i for row in rows for i in row if i >= len(table) or table[i] == NO_BLOCK]
+
+
+def _num_complete(pool: BlockPool, sequence: Sequence) -> int:
+    """The complete rows of its block table."""
+    return (sequence.num_slots - sequence.num_evicted) // pool.block_size
 
 
 def _put(
@@ -154,11 +161,11 @@ def _put(
 ) -> None:
     """Complete the next rows with blocks at these places."""
     table = sequence.block_ids
-    num_complete = sequence.num_slots // pool.block_size + num_rows
+    num_complete = _num_complete(pool, sequence) + num_rows
     table += [NO_BLOCK] * (num_complete * pool.groups.num_groups - len(table))
     for place, block_id in zip(places, block_ids, strict=True):
         table[place] = block_id
-    sequence.num_slots = num_complete * pool.block_size
+    sequence.num_slots = num_complete * pool.block_size + sequence.num_evicted
 
 
 def lacks_row(pool: BlockPool, sequence: Sequence) -> bool:
@@ -257,14 +264,14 @@ def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
 
 def trim(pool: BlockPool, sequence: Sequence) -> None:
     """Release the blocks beyond the sequence's tokens."""
-    num_rows = pool.groups.num_rows(len(sequence.tokens))
+    num_rows = pool.groups.num_rows(len(sequence.tokens) - sequence.num_evicted)
     num_kept = num_rows * pool.groups.num_groups
     spare = sequence.block_ids[num_kept:]
     if spare:
         pool.release(spare)
         del sequence.block_ids[num_kept:]
-        sequence.num_slots = num_rows * pool.block_size
-        sequence.num_listed = min(sequence.num_slots, sequence.num_listed)
+        sequence.num_slots = num_rows * pool.block_size + sequence.num_evicted
+        sequence.num_listed = min(num_rows * pool.block_size, sequence.num_listed)
 
 
 def give_back(pool: BlockPool, sequence: Sequence) -> None:
@@ -274,7 +281,7 @@ def give_back(pool: BlockPool, sequence: Sequence) -> None:
 def disown(sequence: Sequence) -> list[int]:
     """Remove and return a sequence's blocks. The caller becomes their holder."""
     table, sequence.block_ids = sequence.block_ids, []
-    sequence.num_slots = sequence.num_listed = 0
+    sequence.num_slots = sequence.num_listed = sequence.num_evicted = 0
     sequence.num_computed = 0
     return held_blocks(table)
 

@@ -169,7 +169,7 @@ def _misplaced(sequence: Sequence, num_rows: int, groups: KVGroups) -> str:
 
 def _check(sequence: Sequence, groups: KVGroups) -> None:
     table, num_groups = sequence.block_ids, groups.num_groups
-    num_rows, rest = divmod(sequence.num_slots, groups.block_size)
+    num_rows, rest = divmod(sequence.num_slots - sequence.num_evicted, groups.block_size)
     end = num_rows * num_groups
     num_foreseen = len(sequence.tokens) + len(sequence.draft)
     if rest or end > len(table) or (end < len(table) and not groups.num_partial):

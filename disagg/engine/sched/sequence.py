@@ -46,7 +46,9 @@ class Sequence:
     Written by `block_tables`, or by KV import before the sequence joins:
     block_ids: its block table, of whose blocks the sequence is a holder. Row i has a block of each
         group of layers (`kv_groups`), for the positions from i * block_size on. num_slots: the
-        positions up to which every group has room.
+        positions up to which every group has room. num_evicted: positions without a row in the
+        middle, a number of whole rows; the rows behind them come that much earlier. Blocks of such
+        a sequence are never cached.
     block_hashes: hashes of full rows, extended as rows fill up with generated tokens.
     num_published: number of leading rows that were offered to the pool's prefix cache.
     publish_at: the value of `num_computed` at which the next row is full.
@@ -90,6 +92,7 @@ class Sequence:
         "needs_host",
         "num_cached_tokens",
         "num_computed",
+        "num_evicted",
         "num_listed",
         "num_prompt_tokens",
         "num_published",
@@ -123,6 +126,7 @@ class Sequence:
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.num_slots = 0
+        self.num_evicted = 0
         self.hash_root = request.hash_root
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
@@ -277,6 +281,12 @@ def token_limit(
             f" {num_needed} KV blocks of {block_size} tokens; this worker has {num_blocks}."
             " Lower max_tokens or shorten the prompt.",
             param="max_tokens",
+        )
+    if sequence.sampling.kv_eviction is not None and not groups.can_evict:
+        raise RequestError(
+            "kv_eviction is not supported for this model: some of its layers keep less than the KV"
+            " of all tokens already. Leave it out.",
+            param="kv_eviction",
         )
     if len(sequence.block_hashes) > num_tokens // block_size:
         raise RequestError(

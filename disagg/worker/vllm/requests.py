@@ -30,6 +30,11 @@ def check_request(request: GenerateRequest) -> None:
             "This model runs on vLLM, which scores texts only if it is started for that, with"
             ' --engine-args \'{"runner": "pooling", "convert": "classify"}\' (docs/engines.md).'
         )
+    if sampling.kv_eviction is not None:
+        raise EngineCannot(
+            "This model runs on vLLM, which moves the KV of all tokens. Leave kv_eviction out.",
+            param="kv_eviction",
+        )
     if any(len(word) > 1 for word in sampling.bad_words_token_ids):
         raise EngineCannot(
             "This model runs on vLLM, where bad_words can be single tokens only.", param="bad_words"
