@@ -291,8 +291,8 @@ class Decoder:
     def _with_kv(self, heads: Tensor, layer: Layer, index: int, shared: SharedKV) -> Tensor:
         """The queries, keys and values of a step, those of another layer if it shares them.
 
-        The layer then writes the same numbers to the same place again: less than a thousandth of
-        what it reads of weights, and no second form of attention on any device.
+        The layer then writes the same numbers to the same place again, so that no device needs a
+        second form of attention.
         """
         config = self.config
         if layer.kv_source != index:
