@@ -158,9 +158,10 @@ LENIENT: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         (family, change)
-        for family in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+        for family in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM")
         for change in ({"num_key_value_heads": None}, {"hidden_size": 66})
     ),
+    ("Gemma3nForCausalLM", {"final_logit_softcapping": None}),
     ("OlmoeForCausalLM", {"head_dim": 8}),  # their norms have the size that heads usually have
     # Only the kernel on a CPU of theirs cannot.
     *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
