@@ -82,7 +82,7 @@ class LayerPacker:
             qkv=ops.pack(layer.qkv, layer.qkv_bias),
             qk_norm=norms_of_heads(config, layer.q_norm, layer.k_norm),
             v_norm=v_norm,
-            kv_source=config.kv_sources[index],
+            kv_source=config.kv_sources[index] if config.shares_kv(index) else index,
             sinks=None if layer.sinks is None else layer.sinks.float(),
             output=ops.pack(layer.output, layer.output_bias, self._largest),
             output_norm=output_norm,

@@ -127,10 +127,10 @@ def load_weights(
     format = DeviceFormat(dtype.itemsize, keeps_packed or "gpu", kept)
     total_nbytes = weights_nbytes(config, format, share)
     reader = WeightReader(model.tensors, dtype, device, total_nbytes, progress, format)
-    tables = reader.read(outer)
+    tables = nested(reader.read(outer))
     tables.setdefault("lm_head", tables["embedding"])
     # The reader and its mapped files are freed after the last layer.
-    read_layers = (LayerWeights(**reader.read(fields)) for fields in layers)
+    read_layers = (LayerWeights(**nested(reader.read(fields))) for fields in layers)
     return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
 
 
@@ -174,7 +174,7 @@ class WeightReader:
     def read(self, fields: Fields) -> dict[str, Matrix]:
         """Read the fields of a layer, or those outside the layers."""
         packings = self._format.packings(fields)
-        return nested({name: self._field(its, packings.get(name)) for name, its in fields.items()})
+        return {name: self._field(its, packings.get(name)) for name, its in fields.items()}
 
     def read_stored(self, name: str) -> Tensor:
         """Read a tensor that is no weight as it is stored, onto the host."""
