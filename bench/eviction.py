@@ -76,7 +76,7 @@ class Pair:
         self.second, self._target = build_engine(config, model)
         self.block_nbytes = self._source.block_nbytes
         stamps = Stamps(NUM_BLOCKS, "bench", 1)
-        peer = describe("bench", 1, "local", Slab(1, NUM_BLOCKS, 1, "bench"), stamps)
+        peer = describe("local", Slab(1, NUM_BLOCKS, 1, "bench"), stamps)
         self._export = KVExport(self.first, peer, stamps.generations)
 
     def move(self, name: str, prompt: list[int], kept: KVEviction | None) -> Arrived:
