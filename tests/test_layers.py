@@ -63,6 +63,7 @@ THIRD_PARTY = {
         "devices.py",
         "kernels/",
         "models/adapter_weights.py",
+        "models/altup.py",
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",

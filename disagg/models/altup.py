@@ -106,7 +106,7 @@ class AltUpTables:
             join=tuple(ops.pack_table(each) for each in squares),
         )
 
-    def begin(self, ops: Ops, token_ids: Tensor, hidden: Tensor) -> Streams:
+    def begin(self, ops: Ops, token_ids: Tensor, hidden: Tensor) -> AltUpStreams:
         """The streams before the first layer.
 
         Args:
@@ -120,11 +120,11 @@ class AltUpTables:
         inputs = (made.view(num_tokens, -1, size) + stated.view(num_tokens, -1, size)).mul_(HALF)
         others = ops.project(hidden, self.spread).view(num_tokens, -1, hidden.shape[1])
         values = torch.cat((hidden.unsqueeze(1), _as_long(others, hidden)), 1)
-        return Streams(self, ops, values, inputs)
+        return AltUpStreams(self, ops, values, inputs)
 
 
 @dataclass(slots=True)
-class Streams:
+class AltUpStreams:
     """The residual streams of a step.
 
     values: [num_tokens, num_streams, hidden].
@@ -171,7 +171,7 @@ class Streams:
         alike = _as_long(torch.stack(made, 1), first)
         return torch.cat((first.unsqueeze(1), alike), 1).mean(1)
 
-    def of_rows(self, rows: Tensor) -> Streams:
+    def of_rows(self, rows: Tensor) -> AltUpStreams:
         """Those of some tokens."""
         values, inputs = (each.index_select(0, rows) for each in (self.values, self.inputs))
         return replace(self, values=values, inputs=inputs)
