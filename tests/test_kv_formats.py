@@ -149,7 +149,7 @@ def test_poison_finds_what_was_never_written(
     model: Path, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_new_blocks(monkeypatch)
-    monkeypatch.setattr(torch_attention, "_store", lambda *given: None)
+    monkeypatch.setattr(torch_attention, "store", lambda *given: None)
     engine, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), describe_model(model))
     with pytest.raises(AssertionError, match="nobody had written"):
         greedy(engine)

@@ -51,7 +51,7 @@ def hub(
 ) -> Iterator[FakeHub]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     config = json.loads(files["config.json"])
-    later = {**config, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
+    later = {**config, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
     repositories: dict[str, dict[str, Any]] = {
         NAME: files,
         "acme/later": {**files, "config.json": json.dumps(later).encode()},
@@ -121,7 +121,7 @@ def test_a_revision_is_fetched_for_itself(hub: FakeHub) -> None:
 
 
 def test_what_cannot_be_served_is_refused_before_its_weights_come(hub: FakeHub) -> None:
-    with pytest.raises(ModelError, match=r"^acme/later: .*GlmMoeDsaForCausalLM \(not yet: sparse"):
+    with pytest.raises(ModelError, match=r"^acme/later: .*Llama4ForCausalLM \(not yet: chunked"):
         fetch_repository("acme/later", None, Said(), go_on)
     with pytest.raises(ModelError, match=r"^acme/mixed: .*quant_algo MIXED_PRECISION"):
         fetch_repository("acme/mixed", None, Said(), go_on)
