@@ -298,7 +298,7 @@ def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
         url = f"data:{source.media_type};base64,{source.data}"
     else:
         url = source.url
-    return PlacedPart("image", image_url=url, path=path)
+    return PlacedPart("image", image_url=url, path=path, image_field="source")
 
 
 _OF_BILLING = "x-anthropic-billing-header"

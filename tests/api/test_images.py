@@ -182,6 +182,12 @@ IMAGE = shown(url_of(b"one"))
         ([shown("data:image/png;base64,???")], {}, ".url", "not in base64"),
         ([shown("data:text/html;base64,aGk=")], {}, ".url", "data:image/png;base64"),
         ([{"type": "image_url"}], {}, ".image_url", "Missing"),
+        (
+            [{"type": "image", "source": {"type": "url", "url": "http://a"}}],
+            {},
+            ".image_url",
+            "Miss",
+        ),
         ([{"type": "image_url", "image_url": "http://a"}], {}, ".image_url", "not fetched"),
         ([{"type": "input_audio"}], {}, ".type", "only text"),
         ([IMAGE], {"role": "system"}, ".type", "only text"),

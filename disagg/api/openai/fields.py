@@ -198,9 +198,10 @@ class ContentPart(msgspec.Struct):
 
 
 class PlacedPart(ContentPart, kw_only=True):
-    """A part of another API's request. path: its place there, which errors name."""
+    """A part of another API's request. Errors name its place there, and the field of its image."""
 
     path: str
+    image_field: str = "image_url"
 
 
 class FunctionCall(msgspec.Struct):

@@ -323,9 +323,11 @@ def _part(
     part: ContentPart, path: str, rules: ImageRules | None, images: list[bytes | RemoteImage]
 ) -> dict[str, str]:
     """A part of any API as templates read it. An image is added to `images`."""
-    path = part.path if isinstance(part, PlacedPart) else path
+    field = "image_url"
+    if isinstance(part, PlacedPart):
+        path, field = part.path, part.image_field
     if part.type in _IMAGES and rules is not None:
-        url, path = part.image_url, f"{path}.{_IMAGES[part.type]}"
+        url, path = part.image_url, f"{path}.{field}"
         if isinstance(url, ImageUrl):
             url, path = url.url, f"{path}.url"
         if url is None:
@@ -340,9 +342,9 @@ def _part(
     return {"type": "text", "text": text}
 
 
-# Types of parts in chats, responses and messages -> the field that has the content.
+# Types of parts in chats, responses and messages. Of texts: -> the field that has the content.
 _TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
-_IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
+_IMAGES = ("image_url", "input_image", "image")
 
 
 MAX_REQUIRED_CALLS = 32  # per answer; a weak model would generate calls until its limit of tokens
