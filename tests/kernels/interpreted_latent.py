@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,11 +77,19 @@ def test_a_long_context_cut_into_many_pieces() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of NumPy
 @pytest.mark.parametrize(
-    ("num_heads", "index_heads", "block_size", "num_chosen", "multiprocessors", "with_nan"),
+    (
+        "num_heads",
+        "index_heads",
+        "block_size",
+        "num_chosen",
+        "multiprocessors",
+        "with_nan",
+        "num_evicted",
+    ),
     [
-        (16, 4, 16, 20, 1, False),
-        (96, 16, 5, 13, 1, True),
-        (3, 5, 64, 600, 40, False),  # keys of a token are cut into pieces
+        (16, 4, 16, 20, 1, False, 48),
+        (96, 16, 5, 13, 1, True, 0),
+        (3, 5, 64, 600, 40, False, 0),  # keys of a token are cut into pieces
     ],
 )
 def test_attention_to_chosen_tokens(
@@ -89,6 +99,7 @@ def test_attention_to_chosen_tokens(
     num_chosen: int,
     multiprocessors: int,
     with_nan: bool,
+    num_evicted: int,
 ) -> None:
     """Some see fewer tokens than are chosen. Prompts share tiles of keys with decodes."""
     lens, index = [(5, 70), (1, 1), (1, 2 * num_chosen), (30, 40)], TokenIndex(num_chosen, 6)
@@ -108,9 +119,10 @@ def test_attention_to_chosen_tokens(
         TritonOps(num_heads, multiprocessors, scores=Scores(index=index)),
         drawn.inputs.kv_cache,
     )
-    paging = ops.plan(drawn.inputs, cache, [None])
+    inputs = replace(drawn.inputs, num_evicted=num_evicted)
+    paging = ops.plan(inputs, cache, [None])
     for asked in (drawn.asked, None):  # a layer that chooses, and one that does not
-        at = drawn.inputs.qkv, cache, LAYER, paging
+        at = inputs.qkv, cache, LAYER, paging
         found = ops.latent_attention(*at, 20, SCALE, asked)
         _assert_close(found, drawn.expected(20, SCALE), SINGLE)
     assert paging.choice is not None
@@ -119,7 +131,7 @@ def test_attention_to_chosen_tokens(
 
 def test_more_queries_than_fit_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_index, "SCORES_NBYTES", 4 * 64 * 7)
-    test_attention_to_chosen_tokens(16, 4, 16, 20, 1, False)
+    test_attention_to_chosen_tokens(16, 4, 16, 20, 1, False, 0)
 
 
 def test_a_latent_is_written_as_the_reference_writes_it() -> None:

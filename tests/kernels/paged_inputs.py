@@ -34,11 +34,13 @@ class PagedInputs:
     query_lens: tuple[int, ...]
     context_lens_host: tuple[int, ...]
     table_rows: Tensor | None = None
+    num_evicted: int = 0  # tokens of each sequence whose KV was given up
 
     @property
     def positions(self) -> Tensor:
         spans = zip(self.context_lens_host, self.query_lens, strict=True)
-        return torch.cat([torch.arange(length - num, length) for length, num in spans])
+        kept = torch.cat([torch.arange(length - num, length) for length, num in spans])
+        return kept + self.num_evicted
 
     @property
     def num_decodes(self) -> int:

@@ -230,7 +230,9 @@ class TokenChoice:
         if step.table_rows is not None:
             rows = step.table_rows.index_select(0, sequences)
         own.table_rows.copy_(rows)
-        torch.minimum(self.contexts, (step.positions + 1).int(), out=self.seen)
+        # Positions do not tell: KV of tokens before may have been given up (`Batch.are_shifted`).
+        num_behind = step.query_start.index_select(0, sequences + 1) - own.query_start[1:]
+        torch.clamp(self.contexts - num_behind, min=0, out=self.seen)
         torch.clamp(self.seen, max=self.chosen.shape[1], out=own.context_lens)
         # A piece ends at the token's last key, and has none if that lies before its first one.
         keys = own.context_lens.index_select(0, launch.pieces[:, 0])
