@@ -176,7 +176,7 @@ class KVGroups:
         return self.windows == (None,)
 
     def evicted(self, num_tokens: int, sinks: int, window: int) -> range:
-        """The rows between the first tokens of a sequence and the last ones."""
+        """The rows between the first and the last ones of some tokens."""
         first = self.num_rows(sinks)
         return range(first, max(first, (num_tokens - window) // self.block_size))
 

@@ -67,14 +67,16 @@ class KVExport:
         """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
 
         The ticket covers all tokens with KV, all but the one that was just sampled, without those
-        that the request gives up. If no ticket can be issued, the blocks are freed.
+        of the prompt that the request gives up. If it has given them up when it moved before, there
+        are no more of them. If no ticket can be issued, the blocks are freed.
         """
         num_tokens, groups = sequence.num_computed, self._engine.pool.groups
         num_evicted, asked = sequence.num_evicted, sequence.sampling.kv_eviction
         table, sequence.block_ids = sequence.block_ids, []
         kept = [table[index] for index in groups.needed(num_tokens - num_evicted)]
         if asked is not None and groups.can_evict:
-            evicted = groups.evicted(num_tokens - num_evicted, asked.sinks, asked.window)
+            num_left = sequence.num_prompt_tokens - num_evicted
+            evicted = groups.evicted(num_left, asked.sinks, asked.window)
             del kept[evicted.start : evicted.stop]
             num_evicted += len(evicted) * groups.block_size
         self._engine.release([*{*held_blocks(table)}.difference(kept)])
@@ -85,9 +87,8 @@ class KVExport:
         """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
 
         Without those of windows, most of which are not needed after the whole prompt, as those of a
-        prompt that gives up some. Nothing is
-        held for it. If the sequence ends first and its blocks are reused, the reader finds other
-        stamps.
+        prompt that gives up some. Nothing is held for it. If the sequence ends first and its blocks
+        are reused, the reader finds other stamps.
         """
         groups = self._engine.pool.groups
         num_full = sequence.num_computed // groups.block_size

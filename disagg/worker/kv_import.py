@@ -244,7 +244,7 @@ class KVImport:
         ticket, pool = asked.ticket, self._engine.pool
         num_rows, rest = divmod(ticket.num_tokens, pool.block_size)
         names = pool.groups.full_names(asked.block_hashes[: max(0, num_rows)])
-        is_sound = 0 < len(ticket.block_ids) == len(names) and not rest
+        is_sound = 0 < len(ticket.block_ids) == len(names) and not (rest or ticket.num_evicted)
         if is_sound and pool.enable_prefix_caching:
             source = TicketSource(
                 ticket,
@@ -344,6 +344,7 @@ class KVImport:
         """None: the ticket does not fit the sequence, and was released."""
         pool, num_tokens, num_evicted = self._engine.pool, ticket.num_tokens, ticket.num_evicted
         is_sound = 0 <= num_evicted < num_tokens < len(sequence.tokens)
+        is_sound = is_sound and not num_evicted % pool.block_size
         is_sound = is_sound and (not num_evicted or pool.groups.can_evict)
         is_sound = is_sound and sequence.prompt_logprobs is None  # these need all computed here
         if is_sound:

@@ -18,9 +18,10 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.messages import GenerateRequest, HoldCounts
+from disagg.messages import GenerateRequest, HoldCounts, KVEviction
 from disagg.worker import kv_export as module
 from disagg.worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
+from tests import generate_requests
 from tests.engine.fake_runner import FakeDevice, FakeKV
 from tests.engine.workload import new_engine, new_sequence
 from tests.generate_requests import new_request
@@ -70,6 +71,26 @@ def test_a_ticket_names_the_blocks_of_all_tokens_but_the_new_one(num_tokens: int
     assert len(ticket.block_ids) == num_blocks == rig.num_held, "a spare block stayed behind"
     assert ticket.generations == tuple(rig.generations[block] for block in ticket.block_ids)
     assert (ticket.source_id, ticket.epoch, ticket.layout) == ("prefill", 7, "fake:4")
+
+
+def test_a_prompt_gives_up_its_middle_once_and_an_answer_nothing() -> None:
+    """An answer leaves twice, as when its worker stops; it is longer than what its prompt keeps."""
+    rig, kept = ExportRig(), KVEviction(window=6, sinks=5)
+    pool, num_evicted = rig.engine.pool, 0
+    for name, num_output in (("first", 1), ("second", 18), ("third", 30)):
+        sequence = generate_requests.new_sequence(
+            range(30), range(num_output), request_id=name, kv_eviction=kept
+        )
+        sequence.num_computed, sequence.num_evicted = 29 + num_output, num_evicted
+        num_rows = -(-(sequence.num_computed - num_evicted) // BLOCK_SIZE)
+        sequence.block_ids = table = pool.allocate(num_rows) or []
+        ticket = rig.kv_export.leave(sequence, 0.0)
+        rig.check()
+        given_up = 0 if num_evicted else 4  # rows from 2 up to that of position 24
+        assert ticket.block_ids == (*table[:2], *table[2 + given_up :])
+        num_evicted = ticket.num_evicted
+        assert (ticket.num_tokens, num_evicted) == (sequence.num_computed, 4 * BLOCK_SIZE)
+        rig.kv_export.release(name)
 
 
 def test_a_hold_ends_by_itself() -> None:

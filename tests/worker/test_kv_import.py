@@ -284,14 +284,18 @@ def test_a_pull_that_should_take_long_may() -> None:
     assert num_computed(rig) < len(PROMPT)
 
 
-@pytest.mark.parametrize("num_tokens", [0, -3, 13, 15, 16, 1 << 40])
-def test_a_ticket_that_cannot_be_is_not_pulled(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "num_evicted"),
+    [(0, 0), (-3, 0), (13, 0), (15, 0), (16, 0), (1 << 40, 0), (12, 1), (12, 4), (8, -4)],
+)
+def test_a_ticket_that_cannot_be_is_not_pulled(num_tokens: int, num_evicted: int) -> None:
     """9 to 12 would do for its three blocks, and 15 is more than the sequence has KV for."""
     rig = ImportRig()
     sequence = new_sequence(
         PROMPT, BLOCK_SIZE, 5, output=tuple(expected_tokens(PROMPT, 1)), stop_ids=frozenset()
     )
-    ticket = replace(rig.ticket(sequence, 12), num_tokens=num_tokens)
+    ticket = rig.ticket(sequence, 12)
+    ticket = replace(ticket, num_tokens=num_tokens, num_evicted=num_evicted)
     rig.kv_import.admit(sequence, ticket, rig.now)
     rig.advance()
     assert not rig.transport.pulls and rig.transport.released == [ticket.ticket_id]
@@ -545,10 +549,11 @@ def test_a_ticket_without_names_is_ignored(num_names: int) -> None:
     assert not rig.transport.pulls and rig.is_empty
 
 
-def test_a_ticket_whose_last_block_is_not_full_is_ignored() -> None:
+@pytest.mark.parametrize("wrong", [{"num_tokens": 7}, {"num_evicted": 4}])
+def test_a_ticket_without_full_blocks_of_all_tokens_is_ignored(wrong: dict[str, Any]) -> None:
     rig = EarlyRig()
     sequence = new_sequence(PROMPT, BLOCK_SIZE)
-    ticket = replace(rig.ticket(sequence, 8), num_tokens=7)
+    ticket = replace(rig.ticket(sequence, 8), **wrong)
     rig.kv_import.prefetch(Prefetch(ticket, tuple(sequence.block_hashes)), rig.now)
     assert not rig.transport.pulls and rig.is_empty
 

@@ -334,7 +334,7 @@ def _publish_state(pool: BlockPool, sequence: Sequence, row: int) -> None:
 
 
 def keep_last_state(pool: BlockPool, sequence: Sequence) -> None:
-    """Keep the state at the end of a whole answer's last full row, from which the next turn of its
+    """Keep the state at the end of an answer's last full row, from which the next turn of its
     conversation goes on."""
     is_named = pool.enable_prefix_caching and sequence.num_published > 0
     if pool.groups.num_states and is_named:

@@ -146,6 +146,7 @@ class Scheduler:
         sequence = self.queues.by_id.get(request_id)
         if sequence is not None:
             self._forget(sequence)
+            keep_last_state(self.pool, sequence)  # its client may have found a stop string
             self.release(disown(sequence))
         return sequence
 

@@ -222,7 +222,7 @@ def test_nobody_finds_what_a_sequence_without_logits_has_left_behind(
 @pytest.mark.parametrize("windows", [(None,), (None, STATE), (None, None, STATE, STATE)])
 def test_routers_know_what_the_engine_finds(windows: tuple[Window, ...]) -> None:
     """Of conversations whose turns go on from the last answers, of forks, and of new prompts; also
-    from a snapshot. Of an answer's states, the last one is kept."""
+    from a snapshot. Of an answer's states, the last one is kept, also if its client ends it."""
     engine, _ = new_engine(400, 4, windows=windows, max_num_batched_tokens=16)
     reported, pool = PrefixIndex(), engine.pool
     reported.snapshot("engine", ())
@@ -242,6 +242,8 @@ def test_routers_know_what_the_engine_finds(windows: tuple[Window, ...]) -> None
         engine.submit(sequence)
         while engine.has_work:
             engine.step()
+            if turn == 1 and sequence.num_output_tokens == 30:
+                engine.abort(sequence.request_id)
             engine.check(())
         received = decode_to_ingress(encode(StepFrame(turn, (), pool.take_events())))
         assert isinstance(received, StepFrame)
@@ -249,7 +251,8 @@ def test_routers_know_what_the_engine_finds(windows: tuple[Window, ...]) -> None
         assert expected == [sequence.num_cached_tokens] * 2
         found.append(sequence.num_cached_tokens)
         next_turn = [*prompt(30), 99, 98] if turn == 2 else [*sequence.tokens, *prompt(7, 30)]
-        conversation.append(new_sequence(tuple(next_turn), 4, 30, stop_ids=NO_STOP))
+        max_tokens = 60 if turn == 0 else 30
+        conversation.append(new_sequence(tuple(next_turn), 4, max_tokens, stop_ids=NO_STOP))
     # All that was computed of whole rows, and the fork from the end of a chunk.
     assert found == [0, 68, 104, 28 if STATE not in windows else 16]
     states = {each for each in pool.hashes() if len(each) > HASH_NBYTES}
