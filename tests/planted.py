@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from textwrap import dedent
 from typing import Any, NamedTuple
 
@@ -34,27 +33,31 @@ def bugs(*edits: Edit) -> dict[str, list[Edit]]:
 
 
 def plant(patch: pytest.MonkeyPatch, *edits: Edit) -> None:
-    """Replace the functions by what they are with these edits, wherever they are known."""
+    """Give the functions the code that they have with these edits, until the patch is undone.
+
+    The functions stay the same objects, so all who have imported them have the bug, under whatever
+    name, also who does so later; and nobody keeps it.
+    """
     for place in dict.fromkeys(edit.place for edit in edits):
         module, _, path = place.partition(":")
         *classes, name = path.split(".")
         owner: Any = importlib.import_module(module)
         for each in classes:
             owner = getattr(owner, each)
-        before = inspect.getattr_static(owner, name)
-        function: Any = before.fget if isinstance(before, property) else before
+        function = _function(inspect.getattr_static(owner, name))
         source = dedent(inspect.getsource(function))
         for edit in edits:
             if edit.place == place:
+                assert edit.wrong != edit.right, f"{edit.bug}: nothing is edited"
                 assert source.count(edit.right) == 1, f"{place} does not have {edit.right!r} once"
                 source = source.replace(edit.right, edit.wrong)
         made: dict[str, Any] = {}
         exec(compile(source, place, "exec"), function.__globals__, made)  # noqa: S102
-        patch.setattr(owner, name, made[name])
-        if not classes:
-            for other in list(sys.modules.values()):
-                if getattr(other, "__dict__", {}).get(name) is before:
-                    patch.setattr(other, name, made[name])
+        patch.setattr(function, "__code__", _function(made[name]).__code__)
+
+
+def _function(found: Any) -> Any:
+    return found.fget if isinstance(found, property) else found
 
 
 NAMES_WITHOUT_CHAIN = (

@@ -71,7 +71,7 @@ IN_TROUBLE = bugs(
     *NAMES_WITHOUT_CHAIN,
     *BLOCKS_ARE_PUBLISHED_BEFORE_THEY_ARE_FULL,
     Edit("an arrival counts one token too many", f"{IMPORT}._accept",
-         "num_computed = source.num_tokens", "num_computed = source.num_tokens + 1"),
+         "num_evicted = num_tokens,", "num_evicted = num_tokens + 1,"),
     Edit("holds never end", *END_HOLD, "    return\n"),
     Edit("holds end twice", *END_HOLD,
          "    hold = self._holds.pop(ticket_id)\n    self._engine.release(hold.block_ids)\n"),
@@ -111,7 +111,7 @@ IN_TROUBLE = bugs(
 )  # fmt: skip
 IN_QUIET = bugs(
     Edit("an arrival counts one token too few", f"{EXPORT}.leave",
-         "num_tokens = sequence.num_computed", "num_tokens = max(1, sequence.num_computed - 1)"),
+         "groups = sequence.num_computed,", "groups = max(1, sequence.num_computed - 1),"),
     # Stamps keep the answers right; it only costs.
     Edit("holds end at once", f"{EXPORT}._hold", "    return ticket", "    self.release(name)\n"
          "    self._engine.pool.allocate(self._engine.pool.num_free)\n" "    return ticket"),
