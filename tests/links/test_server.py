@@ -225,6 +225,25 @@ async def test_a_silent_stranger_is_cut_off() -> None:
         assert await ingress.is_closed()
 
 
+async def test_a_connection_that_is_heard_of_after_the_end_is_not_kept() -> None:
+    """The loop may have accepted it just before the server closed."""
+    loop = asyncio.get_running_loop()
+    async with fake_worker() as worker:
+        await worker.server.close()
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            socket.create_connection(listening.getsockname()),
+        ):
+            accepted, _ = listening.accept()
+            accepted.setblocking(False)
+            _, link = await loop.connect_accepted_socket(
+                lambda: server._IngressLink(worker.server), accepted
+            )
+            await asyncio.wait_for(link.ended, timeout=60)
+            assert link.reason == "the worker shuts down"
+    assert worker.received == []
+
+
 @pytest.mark.parametrize("num_turns", range(5))
 def test_who_was_accepted_while_it_closes_is_gone_when_it_has_closed(num_turns: int) -> None:
     """The loop accepts a connection some turns before anybody hears of it."""
