@@ -1,6 +1,6 @@
 """Compares ways to answer with a small and a large model: quality, cost and times of each.
 
-    python -m bench.cascade [--prompts prompts.jsonl] [--deferrals 0 0.3 0.6 0.9] [--tiny]
+    python -m bench.cascade [--prompts prompts.jsonl] [--deferrals 0 0.3 0.6 0.9 0.99] [--tiny]
 
 `prompts.jsonl` is as for `disagg cascade calibrate`; by default what the demo models were not
 trained on. One greedy request at a time.
@@ -167,7 +167,7 @@ def auto(small: Work, large: Work, prompt: list[int], model: Model) -> Work:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=Path, default=ROOT / "tests" / "held_out.jsonl")
-    parser.add_argument("--deferrals", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
+    parser.add_argument("--deferrals", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9, 0.99])
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     questions = [*prompt_lines(asked.prompts, Question, "prompts", LABEL_HINT)]

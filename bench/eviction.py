@@ -1,11 +1,12 @@
 """Measures what KV that is given up saves, and what the answer loses, on SmolLM2-135M-Instruct.
 
-    python -m bench.eviction
+    python -m bench.eviction [--tiny]
 
 One engine computes prompts, and another goes on with them, once with all KV and once with that of
 the first and the last tokens (`kv_eviction`). Everything is computed: both in one run.
 
-- `moved`: bytes that the tickets name; `held`: bytes of blocks at the end of the answers.
+- `kept`: first and last tokens of the prompt. `moved`: the KV of the pages' prompts that moves, as
+  a share of all. `held`: bytes of blocks at the end of the answers to the questions.
 - `perplexity`: of the text that follows `PROMPT_TOKENS` of a page of docs/, whose tokens see what
   is left of the prompt, and each other.
 - `recall`: share of the questions about texts of 500 to 1,800 tokens that are answered with the
@@ -172,6 +173,7 @@ def measure(pair: Pair, tokenizer: Tokenizer, tiny: bool) -> list[dict[str, Any]
         page = tokenizer.encode(text, add_special_tokens=False)
         for kept, own in zip(KEPT, sums, strict=True):
             arrived = pair.move("page", page[:PROMPT_TOKENS], kept)
+            own.num_moved += arrived.num_blocks
             after = page[PROMPT_TOKENS : PROMPT_TOKENS + TEXT_TOKENS]
             own.losses.append(pair.loss(arrived, after))
     questions = [*_questions(2 if tiny else 18)]
@@ -179,15 +181,14 @@ def measure(pair: Pair, tokenizer: Tokenizer, tiny: bool) -> list[dict[str, Any]
         token_ids = tokenizer.encode(prompt, add_special_tokens=False)
         for kept, own in zip(KEPT, sums, strict=True):
             arrived = pair.move("question", token_ids, kept)
-            num_evicted, first = arrived.sequence.num_evicted, arrived.num_blocks
+            num_evicted = arrived.sequence.num_evicted
             answer = pair.answer(arrived)
             own.num_right += right in tokenizer.decode(answer)
-            own.num_moved += first
             own.num_held += -(-(len(token_ids) + len(answer) - num_evicted) // BLOCK_SIZE)
     return [
         {
             "kept": "all" if kept is None else f"{kept.sinks}+{kept.window}",
-            "moved": own.num_moved * pair.block_nbytes,
+            "moved": own.num_moved / sums[0].num_moved,
             "held": own.num_held * pair.block_nbytes,
             "perplexity": math.exp(sum(own.losses) / len(own.losses)),
             "recall": own.num_right / len(questions),

@@ -1,6 +1,6 @@
 """Measures what formats of weights, products and KV cost in quality: SmolLM2-135M-Instruct.
 
-    python -m bench.formats [--text FILE] [--num-tokens 4096]
+    python -m bench.formats [--text FILE] [--num-tokens 4096] [--tiny]
 
 Each row computes the same text, in windows of `WINDOW` tokens, in float32 by plain torch; only what
 the row names is rounded. Weights are those of the layers, rounded from the checkpoint's floats as

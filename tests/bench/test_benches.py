@@ -28,7 +28,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -40,11 +40,13 @@ def test_named_benches_run_one_after_another() -> None:
         "attention_cut",
         "cascade",
         "cold_start",
+        "eviction",
         "formats",
         "host_step",
         "planner",
         "routing",
         "peers",
+        "speculation",
     ]
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
@@ -55,6 +57,9 @@ def test_named_benches_run_one_after_another() -> None:
     (start,) = results["cold_start"]["rows"]
     phases = [seconds for name, seconds in start.items() if name.endswith(" s")]
     assert min(phases) > 0 and max(phases) == start["decision to first token s"]
+    everything, *parts = results["eviction"]["rows"]
+    assert everything["moved"] == 1 > max(row["moved"] for row in parts)
+    assert everything["perplexity"] < min(row["perplexity"] for row in parts)
     of = {tuple(row.values())[:3]: row for row in results["formats"]["rows"]}
     losses = [of[name, "floats", "float32"]["KL"] for name in ("floats", "int8", "fp8", "nvfp4")]
     assert losses == sorted(losses) and losses[0] == 0.0
@@ -68,6 +73,8 @@ def test_named_benches_run_one_after_another() -> None:
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers
     assert all(row["RSS MB"] > 0 and row["absent"] is None for row in beside["engines"])
     assert all(min(row[name] for name in ours_and_transformers) > 0 for row in beside["rows"])
+    drafted = {row["text"]: row for row in results["speculation"]["rows"]}
+    assert drafted["copy"]["ngram tokens"] > 1 and min(drafted["random"]["ngram counted"]) > 0
 
 
 def test_benches_of_simulated_fleets_end_with_their_figures() -> None:
