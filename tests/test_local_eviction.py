@@ -17,6 +17,9 @@ import transformers
 
 from disagg import local
 from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.engine.device.build import build_engine
+from disagg.models.description import describe_model
+from tests.generate_requests import new_sequence
 from tests.test_local_experts import SHAPE
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
 
@@ -35,9 +38,9 @@ def _write(directory: Path) -> Any:
     return model
 
 
-def _gap(model: Any, prompt: list[int], answer: list[int], evicted: range) -> float:
-    """How far the logits of the answer's tokens are below the largest ones, at most, if none of
-    them sees the evicted positions of the prompt."""
+def _gaps(model: Any, prompt: list[int], answer: list[int], evicted: range) -> list[float]:
+    """How far the logits of the answer's tokens are below the largest ones, if none of them sees
+    the evicted positions of the prompt."""
     ids, first = [*prompt, *answer], len(prompt)
     seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     seen[first:, evicted.start : evicted.stop] = False
@@ -45,7 +48,12 @@ def _gap(model: Any, prompt: list[int], answer: list[int], evicted: range) -> fl
     with torch.no_grad():
         logits = model(torch.tensor([ids]), attention_mask=mask).logits[0, first - 1 : -1]
     own = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return float((logits.max(1).values - own).max())
+    gaps: list[float] = (logits.max(1).values - own).tolist()
+    return gaps
+
+
+def _gap(*of_answer: Any) -> float:
+    return max(_gaps(*of_answer))
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-4), ("bfloat16", 0.5)])
@@ -90,3 +98,38 @@ async def test_what_was_given_up_is_not_seen_and_nothing_else(
     num_rows = -(-len(prompt) // SIZE) - len(evicted) // SIZE
     values = SIZE * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     assert nbytes == num_rows * 2 * values * (4 if dtype == "float32" else 2)
+
+
+def test_after_a_preemption_an_answer_sees_all(tmp_path: Path) -> None:
+    """Up to there it sees what was kept, also with a draft, some of whose tokens are right."""
+    model, prompt = _write(tmp_path), [*range(30, 230)]
+    config = EngineConfig(dtype="float32", num_threads=1, max_model_len=400, block_size=SIZE)
+    engine, _ = build_engine(config, describe_model(tmp_path))
+    evicted, right = range(SIZE, 9 * SIZE), tuple[int, ...]()
+    for num_preempted in (0, 1):
+        asked: dict[str, Any] = {"block_size": SIZE, "max_tokens": NUM_TOKENS, "temperature": 0.0}
+        leaving = new_sequence(prompt, hand_over=True, **asked)
+        engine.submit(leaving)
+        while engine.has_work:
+            engine.step()
+        draft = (*right[1:4], 9, 9)
+        sequence = new_sequence(prompt, leaving.tokens[-1:], draft_token_ids=draft, **asked)
+        table = leaving.block_ids
+        sequence.block_ids, given_up = [*table[:1], *table[9:]], table[1:9]
+        sequence.num_computed, sequence.num_evicted = len(prompt), len(evicted)
+        engine.release(given_up)
+        engine.join(sequence)
+        while engine.has_work:
+            if num_preempted and sequence.num_output_tokens == 16:
+                engine.scheduler.begin_again()
+            engine.step()
+            engine.check(())
+        answer = sequence.tokens[len(prompt) :]
+        less, full = (_gaps(model, prompt, answer, each) for each in (evicted, range(0)))
+        num_before = 16 if num_preempted else NUM_TOKENS
+        assert max(less[1:num_before]) <= 1e-4 < max(full[1:num_before])
+        assert max(full[num_before:], default=0.0) <= 1e-4
+        right = tuple(answer)
+    assert engine.scheduler.num_preempted == 1
+    assert engine.scheduler.num_accepted == 3 < engine.scheduler.num_drafted
+    assert engine.pool.num_free == engine.pool.num_blocks
