@@ -24,7 +24,7 @@ from disagg.errors import (
 from disagg.ingress.request_state import append_tokens
 from disagg.messages import Prefetch, PutDelta, StageTimes, Start, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
-from disagg.router.output_length import OutputLengths
+from disagg.router.output_length import USUAL_OUTPUT_TOKENS, OutputLengths
 from tests.api.fakes import TOKENIZER, request_spec
 from tests.deltas import answers
 from tests.grids import examples
@@ -262,6 +262,7 @@ async def test_closing_the_answer_closes_the_stream() -> None:
     async with aclosing(answers(make_dispatcher(workers, fleet), make_request())) as deltas:
         await anext(deltas)
     assert workers.calls[0].is_closed_early
+    assert fleet.answers.usual("toy") == USUAL_OUTPUT_TOKENS, "its length is not known"
     assert_nothing_reserved(fleet)
 
 

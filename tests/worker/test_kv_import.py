@@ -320,6 +320,20 @@ def test_a_join_that_is_refused_is_the_only_event() -> None:
     assert rig.is_empty
 
 
+def test_it_is_not_stuck_while_a_pull_will_free_blocks() -> None:
+    rig = ImportRig(num_blocks=6)
+    rig.arrive()
+    rig.arrive(tuple(range(30, 44)))
+    rig.advance()
+    assert len(rig.transport.pulls) == 1 and rig.kv_import.num_arriving == 2
+    assert not rig.kv_import.is_stuck
+    for pull_id in (0, 1):
+        rig.end_pull(pull_id)
+        rig.run()
+        rig.advance()
+    assert rig.is_empty
+
+
 def test_it_is_stuck_when_somebody_else_holds_the_blocks() -> None:
     rig = ImportRig(num_blocks=6)
     held = rig.engine.pool.allocate(5)
@@ -344,6 +358,17 @@ def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
     assert event.sequence is late and event.error is not None
     assert event.error.code == "deadline_exceeded"
     assert rig.kv_import.num_arriving == 2 and rig.transport.released == ["ticket-3"]
+
+
+def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
+    rig = ImportRig()
+    sequence = rig.arrived(deadline_unix_s=2.0)
+    rig.now = 2.0
+    rig.advance()
+    (event,) = rig.run()
+    assert event.sequence is sequence and event.error is not None
+    rig.end_pull(0)
+    assert rig.is_empty and not rig.engine.has_work
 
 
 def test_two_with_the_same_prompt_pull_it_once() -> None:

@@ -18,7 +18,7 @@ from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.deltas import open_stream
-from tests.engine.fake_runner import expected_tokens
+from tests.engine.fake_runner import draft_of, expected_tokens
 from tests.links.fakes import RecordingObserver, linked, until
 from tests.worker.members import Member, World
 from tests.worker.plays import Play, Trip, request_of
@@ -172,6 +172,23 @@ async def test_a_prefix_source_answers_before_it_computes_on() -> None:
         await until(lambda: runner.is_waiting)
         runner.gate.set()
         await other
+
+
+@pytest.mark.parametrize("num_wrong", [0, 2])
+async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: int) -> None:
+    async with rig("prefill", "decode") as r:
+        draft = draft_of(PROMPT, 4, num_wrong)
+        request = msgspec.structs.replace(make_request(max_tokens=9), draft_token_ids=draft)
+        *_, first = await r.all("prefill", request, hand_over=True)
+        assert list(first.token_ids) == answer_to(request)[:5] and first.ticket is not None
+        assert first.ticket.num_tokens == len(PROMPT) + 4, "all but the last token have KV"
+        moved = append_tokens(request, list(first.token_ids), BLOCK_SIZE)
+        assert not moved.draft_token_ids
+        deltas = await r.all("decode", moved, ticket=first.ticket)
+        assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
+        assert r.runners["decode"].num_computed == 4, "nothing was computed again"
+        await r.until_empty("prefill")
+        await r.until_empty("decode")
 
 
 async def _while_queued(r: Rig) -> None:
