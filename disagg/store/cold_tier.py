@@ -67,8 +67,8 @@ class ColdStore(Protocol):
         """Store blocks. The least recently used ones are evicted first."""
         ...
 
-    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
-        """Number of leading keys that all ranks have stored. They may be evicted at any time."""
+    def contains(self, keys: Sequence[BlockHash]) -> list[bool]:
+        """Which keys all ranks have stored. They may be evicted at any time."""
         ...
 
     def close(self) -> None: ...
@@ -209,7 +209,8 @@ class StoreThread:
         start_s = self._clock()
         try:
             if not fetch.is_cancelled:
-                fetch.num_found = self._store.contains_prefix(fetch.hashes)
+                found = self._store.contains(fetch.hashes)
+                fetch.num_found = [*found, False].index(False)
                 if fetch.ends:
                     fetch.num_found = self._last_end(fetch)
             if fetch.num_found and fetch.worth(fetch.num_found):
@@ -220,8 +221,12 @@ class StoreThread:
 
     def _last_end(self, fetch: Fetch) -> int:
         """The most of the blocks that were found after which the prefix is of use."""
-        reached = (each for each in reversed(fetch.ends) if each[0] <= fetch.num_found)
-        return next((num for num, name in reached if self._store.contains_prefix((name,))), 0)
+        reached = [each for each in fetch.ends if each[0] <= fetch.num_found]
+        found = self._store.contains([name for _, name in reached])
+        return max(
+            (num for (num, _), is_stored in zip(reached, found, strict=True) if is_stored),
+            default=0,
+        )
 
     def _load(self, fetch: Fetch) -> None:
         for start in range(0, fetch.num_found, self._num_per_call):

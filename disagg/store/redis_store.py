@@ -149,15 +149,14 @@ class RedisStore:
                     pipeline.set(prefix + key, sealed, px=self._ttl_ms)
             _execute(pipeline)
 
-    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+    def contains(self, keys: Sequence[BlockHash]) -> list[bool]:
         if not keys:
-            return 0
+            return []
         with self._server.guarded(), self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.exists(*(prefix + key for prefix in self._all))
             present = _execute(pipeline)
-        num = len(self._all)
-        return next((i for i, found in enumerate(present) if found < num), len(keys))
+        return [found == len(self._all) for found in present]
 
     def close(self) -> None:
         self._client.close()

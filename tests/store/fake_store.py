@@ -35,8 +35,8 @@ class FakeStore:
             _, evicted = self._blocks.popitem(last=False)
             self._nbytes -= len(evicted)
 
-    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
-        return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
+    def contains(self, keys: Sequence[BlockHash]) -> list[bool]:
+        return [key in self._blocks for key in keys]
 
     def close(self) -> None:
         self._blocks.clear()

@@ -48,9 +48,9 @@ class Gate:
         self._pass("put")
         self.store.put_many(items)
 
-    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+    def contains(self, keys: Sequence[BlockHash]) -> list[bool]:
         self._pass("contains")
-        return self.store.contains_prefix(keys)
+        return self.store.contains(keys)
 
     def close(self) -> None:
         self.closed.set()

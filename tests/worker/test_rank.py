@@ -102,7 +102,7 @@ def test_a_store_that_fails_is_reported(part: Part, monkeypatch: pytest.MonkeyPa
         raise OSError("away")
 
     monkeypatch.setattr(part.store, "put_many", fail)
-    monkeypatch.setattr(part.store, "contains_prefix", fail)
+    monkeypatch.setattr(part.store, "contains", fail)
     assert part.do(RankPut(7, [(3, name(1))], False)) == RankDone(7, "OSError: away")
     assert part.do(RankFetch(9, names(1), [0])) == RankDone(9, "OSError: away")
 

@@ -398,7 +398,7 @@ def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) 
         raise Unavailable("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.store, "contains_prefix", away)
+        patch.setattr(rig.store, "contains", away)
         patch.setattr(rig.offload, "_read_blocks", away)  # blocks that nobody takes are not read
         rig.admit()
         rig.run()
