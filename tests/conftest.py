@@ -8,7 +8,6 @@ import random
 import sys
 import time
 from collections.abc import Generator, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,6 @@ from tests.grids import examples
 # only wait for each other; and hundreds of processes import the package, whose bytecode is kept.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Python processes start faster with it. Those of vLLM cannot: they compile, for which they need all
-# of torch.
-if find_spec("vllm") is None:
-    _paths = str(Path(__file__).parent / "e2e/stand_in"), os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 sys.dont_write_bytecode = False
 
 # No time limit for an example: machines are shared and tests must not measure them. In CI the

@@ -30,11 +30,6 @@ DEFAULTS = {
 OF_OUR_RAY = {
     "RAY_enable_metrics_collection": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # By default an actor that ends, as all do when the raylet has died, kills its children: HAProxy
-    # would not listen until the next start. Ranks end with their worker by themselves. vLLM's
-    # engine does not: the raylet kills what is left of the process group of a worker that ended.
-    "RAY_kill_child_processes_on_worker_exit": "0",
-    "RAY_process_group_cleanup_enabled": "1",
     # Otherwise Ray replaces 127.0.0.1 by the machine's network address and listens on all
     # addresses.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -25,6 +25,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
+from disagg.app.haproxy import HAProxyWatch
 from disagg.app.haproxy_launcher import END_SOFTLY
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
@@ -157,12 +158,21 @@ class Supervisor:
                 self._lines.say(
                     "left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid
                 )
+            if not is_stopped and self._ready_at_s is not None:
+                self._keep_listening()
             process.wait()
             with contextlib.suppress(BrokenPipeError):
                 assert process.stdin is not None
                 process.stdin.close()
             os.close(read)
         return process.returncode, served_s
+
+    def _keep_listening(self) -> None:
+        """Start a stand-in for HAProxy if that has ended with the server: an actor of Ray that
+        notices the end of its raylet before we do kills its children."""
+        directory = Path(self._order.directory) / "h"
+        with contextlib.suppress(OSError, StartupError):
+            HAProxyWatch(directory, self._order.config.http.host, self._lines.say).look()
 
     def _reports(self, process: subprocess.Popen[bytes], descriptor: int) -> Iterator[Report]:
         """The server process's reports, until it closes the pipe or its time is over."""

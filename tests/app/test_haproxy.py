@@ -31,7 +31,7 @@ from disagg.app.haproxy_launcher import adapted
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
 from disagg.host import free_port
-from tests.e2e.command import until
+from tests.e2e.command import is_open, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
 
@@ -365,16 +365,6 @@ def test_an_ingress_is_reached_by_its_socket(
             finally:
                 process.kill()
                 server.shutdown()
-
-
-def is_open(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except ConnectionRefusedError:
-        return False
-    except ConnectionResetError:
-        pass  # whoever listened has closed meanwhile, as an HAProxy that ends
-    return True
 
 
 def listens(process: subprocess.Popen[bytes], port: int) -> bool:

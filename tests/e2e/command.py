@@ -62,6 +62,17 @@ def soon(condition: Callable[[], Any]) -> bool:
     return bool(value)
 
 
+def is_open(port: int) -> bool:
+    """Whether somebody listens here."""
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    except ConnectionResetError:
+        pass  # whoever listened has closed meanwhile, as an HAProxy that ends
+    return True
+
+
 class Command:
     """A `disagg serve`, whose lines are JSON, with a home directory of its own."""
 

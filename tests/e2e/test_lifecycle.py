@@ -33,6 +33,7 @@ from tests.e2e.command import (
     Command,
     Streams,
     ask,
+    is_open,
     refusal_of,
     until,
 )
@@ -165,14 +166,16 @@ def test_haproxy_outlives_its_manager(served: Command) -> None:
 
 def test_what_ends_everything_is_started_again(served: Command) -> None:
     """So does the death of one of the raylet's agents (`tests/app/test_watch.py`) or of the GCS
-    (`test_cascade.py`). HAProxy lives on, however late the command looks."""
+    (`test_cascade.py`). Here the command looks so late that HAProxy may have been killed by its
+    manager: then a stand-in listens."""
     manager = served.one("ray::HAProxyManager")
     served.process.send_signal(signal.SIGSTOP)
     served.one("raylet").kill()
     until(lambda: not runs(manager))
     served.process.send_signal(signal.SIGCONT)
+    until(lambda: is_open(served.port))
     statuses = set()
-    # Somebody always listens. Who asks may be cut, or wait for the new workers.
+    # From now on somebody always listens. Who asks may be cut, or wait for the new workers.
     accepted = httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.ReadTimeout
     while len(served.events("ready")) < 2:
         assert served.process.poll() is None, served.output()
