@@ -154,7 +154,8 @@ def is_haproxy(process: psutil.Process) -> bool:
     """Whether it is HAProxy, or its launcher, which becomes HAProxy and tells the one before it to
     stop listening."""
     with contextlib.suppress(psutil.Error):
-        return process.name() == "haproxy" or haproxy_launcher.__file__ in process.cmdline()
+        # In this order: it may become HAProxy between the two looks.
+        return haproxy_launcher.__file__ in process.cmdline() or process.name() == "haproxy"
     return False
 
 
