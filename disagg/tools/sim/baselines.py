@@ -32,6 +32,9 @@ from disagg.time_model import CHUNK_TOKENS
 
 # The place of a worker in a side's lists, for a prompt of so many tokens.
 Pick = Callable[[Side, int, random.Random], int]
+# Of the workers for prefill, if there are any, and those for decode: who computes a prompt of so
+# many tokens, how many of them it has cached, and who decodes.
+PickBoth = Callable[[Side | None, Side, int, random.Random], tuple[WorkerView, int, WorkerView]]
 NO_LIMIT = sys.maxsize
 
 
@@ -49,15 +52,15 @@ def new_policy(
     if name in (OURS, ADMIT_ALL, FIXED_ROLES, NO_REFUSALS):
         return choose_route
     if name == TAICHI:
-        return _taichi(chunks)
+        return _policy(name, _taichi(chunks))
     if name == ALL_WORKERS:
         return partial(choose_route, num_random=NO_LIMIT)
     if name == LATENCY:
-        return _picking(name, *(partial(_with_headroom, slos_s),) * 2)
-    return _picking(name, *_PICKS[name]())
+        return _policy(name, _of_roles(*(partial(_with_headroom, slos_s),) * 2))
+    return _policy(name, _of_roles(*_PICKS[name]()))
 
 
-def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
+def _policy(name: str, pick: PickBoth) -> ChooseRoute:
     def choose(
         request: GenerateRequest,
         fleet: FleetView,
@@ -70,24 +73,30 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
         check_deadline(request, now)
         pools = fleet.pools.get(request.model)
         prefills, decodes = sample_workers(request, pools, index, rng, exclude, NO_LIMIT)
-        side = prefills or decodes
         num_tokens = len(request.token_ids)
-        place = pick_prefill(side, num_tokens, rng)
-        source = goal = side.workers[place]
-        if prefills is not None:
-            goal = decodes.workers[pick_decode(decodes, num_tokens, rng)]
-        prefill = source.worker_id if prefills is not None else None
-        return _route(name, prefill, goal, side.num_held[place], num_tokens)
+        source, num_held, goal = pick(prefills, decodes, num_tokens, rng)
+        prefill = None if source is goal else source.worker_id
+        num_cached = min(num_held, num_tokens - 1)
+        only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
+        return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
 
     return choose
 
 
-def _route(
-    name: str, prefill: str | None, goal: WorkerView, num_held: int, num_tokens: int
-) -> Route:
-    num_cached = min(num_held, num_tokens - 1)
-    only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
-    return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
+def _of_roles(pick_prefill: Pick, pick_decode: Pick) -> PickBoth:
+    """Each pool picks for itself; with one pool, whoever computes the prompt decodes, too."""
+
+    def pick(
+        prefills: Side | None, decodes: Side, num_tokens: int, rng: random.Random
+    ) -> tuple[WorkerView, int, WorkerView]:
+        side = prefills or decodes
+        place = pick_prefill(side, num_tokens, rng)
+        source = goal = side.workers[place]
+        if prefills is not None:
+            goal = decodes.workers[pick_decode(decodes, num_tokens, rng)]
+        return source, side.num_held[place], goal
+
+    return pick
 
 
 def _load(worker: WorkerView) -> tuple[int, int]:
@@ -218,26 +227,16 @@ def _decode_s(worker: WorkerView) -> float:
     return worker.num_decoding * worker.times.per_sequence_s
 
 
-def _taichi(chunks: tuple[int, int]) -> ChooseRoute:
+def _taichi(chunks: tuple[int, int]) -> PickBoth:
     """TaiChi (arXiv 2508.01989): all workers do both, in steps of at most `chunks` tokens, large
     ones in the prefill pool and small ones in the decode pool. A prompt goes to the worker that
     computes it soonest, which depends on its length, and its answer to the decode worker with the
     fewest tokens, or, when none has blocks left for it, to the prefill worker with most. The paper
     also moves running answers between workers; here they stay."""
 
-    def choose(
-        request: GenerateRequest,
-        fleet: FleetView,
-        index: PrefixIndex,
-        now: float,
-        rng: random.Random,
-        exclude: Collection[str] = (),
-        ttft_slo_s: float | None = math.inf,
-    ) -> Route:
-        check_deadline(request, now)
-        pools = fleet.pools.get(request.model)
-        prefills, decodes = sample_workers(request, pools, index, rng, exclude, NO_LIMIT)
-        num_tokens = len(request.token_ids)
+    def pick(
+        prefills: Side | None, decodes: Side, num_tokens: int, rng: random.Random
+    ) -> tuple[WorkerView, int, WorkerView]:
         sides = [(decodes, chunks[prefills is not None])]
         if prefills is not None:
             sides.append((prefills, chunks[0]))
@@ -249,18 +248,15 @@ def _taichi(chunks: tuple[int, int]) -> ChooseRoute:
             ),
             key=itemgetter(0),
         )
-        goal = source
-        if prefills is not None:
-            block_size = source.record.block_size
-            roomy = [w for w in decodes.workers if w.num_free_blocks * block_size >= num_tokens]
-            if roomy:
-                goal = min(roomy, key=attrgetter("num_context_tokens"))
-            else:
-                goal = max(prefills.workers, key=attrgetter("num_free_blocks"))
-        prefill = None if goal is source else source.worker_id
-        return _route(TAICHI, prefill, goal, num_held, num_tokens)
+        if prefills is None:
+            return source, num_held, source
+        block_size = source.record.block_size
+        roomy = [w for w in decodes.workers if w.num_free_blocks * block_size >= num_tokens]
+        if roomy:
+            return source, num_held, min(roomy, key=attrgetter("num_context_tokens"))
+        return source, num_held, max(prefills.workers, key=attrgetter("num_free_blocks"))
 
-    return choose
+    return pick
 
 
 def _first_token_s(worker: WorkerView, num_new: int, chunk: int) -> float:
