@@ -14,8 +14,8 @@ class Batch:
 
     Sequence i has rows [query_start[i], query_start[i+1]) of the token tensors. These are its last
     tokens, at positions context_lens[i] - num_query_tokens .. context_lens[i] - 1, or at later ones
-    if the KV of tokens before them was given up. Decoding
-    sequences (one token each) come first, then chunks of prompts.
+    if the KV of tokens before them was given up. Decoding sequences (one token each) come first,
+    then chunks of prompts.
     """
 
     token_ids: torch.Tensor  # int64 [num_tokens]

@@ -153,7 +153,8 @@ class LatentAttention:
         _arrange(key, turned[:, -1], is_interleaved=is_interleaved)
         ops.norm_rope_(turned, None, 0.0, rope_rows)
         if index is None:
-            heads[:, -1, config.key_dim :] = 0  # of a layer that shares another's choice
+            if config.index is not None:  # the layer shares another's choice
+                heads[:, -1, config.key_dim :] = 0
             return heads, None
         asked, keys = index.ask(ops, normed, of_index, key_of_index, rope_rows)
         heads[:, -1, config.key_dim :] = keys

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import add
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -197,8 +197,10 @@ class Batching:
             begins = [0, *accumulate(plan.query_lens)]
             wanted = [slots[bisect_right(begins, row) - 1] for row in logits_rows]
             changes = self._changes(plan.sequences)
-            kept = [end - each.num_evicted for end, each in zip(ends, plan.sequences, strict=True)]
-            places = slots, positions, [*kv_slots], kept
+            if are_shifted:
+                evicted = [each.num_evicted for each in plan.sequences]
+                ends = [*map(sub, ends, evicted)]
+            places = slots, positions, [*kv_slots], ends
             parts = (*places, token_ids, *changes, begins, logits_rows, wanted)
         lengths = [*map(len, parts)]
         query_lens = tuple(plan.query_lens)
@@ -241,10 +243,11 @@ class Batching:
         cells: list[int] = []
         block_ids: list[int] = []
         block_size, num_groups = self._block_size, self._num_groups
-        changed = [e for e in sequences if e.num_listed != e.num_slots - e.num_evicted]
+        changed = [each for each in sequences if each.num_listed != each.num_slots]
         for sequence in changed:
-            num_slots = sequence.num_slots - sequence.num_evicted
-            begin, end = sequence.num_listed // block_size, num_slots // block_size
+            num_evicted = sequence.num_evicted
+            begin = max(0, sequence.num_listed - num_evicted) // block_size
+            end = (sequence.num_slots - num_evicted) // block_size
             if end > self._max_num_blocks:
                 raise ValueError(
                     f"{sequence} does not fit into the {self._max_num_blocks} columns of the block"
@@ -259,7 +262,7 @@ class Batching:
                 cells.extend(range(first + begin, first + end))
                 block_ids += rows[group::num_groups]
                 first += self._max_num_blocks
-            sequence.num_listed = num_slots
+            sequence.num_listed = sequence.num_slots
         return cells, block_ids
 
     def kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:

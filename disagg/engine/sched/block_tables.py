@@ -271,7 +271,7 @@ def trim(pool: BlockPool, sequence: Sequence) -> None:
         pool.release(spare)
         del sequence.block_ids[num_kept:]
         sequence.num_slots = num_rows * pool.block_size + sequence.num_evicted
-        sequence.num_listed = min(num_rows * pool.block_size, sequence.num_listed)
+        sequence.num_listed = min(sequence.num_slots, sequence.num_listed)
 
 
 def give_back(pool: BlockPool, sequence: Sequence) -> None:
