@@ -27,8 +27,8 @@ from statistics import fmean
 import msgspec
 
 from bench.report import finish, print_table
+from bench.requests import new_request
 from disagg.api.served_model import ServedModel
-from disagg.blocks import hash_root
 from disagg.cli.serve_config import bundled_cascade
 from disagg.config import CascadeConfig, EngineConfig, SpeculativeConfig, model_path
 from disagg.engine.device.build import build_engine
@@ -37,7 +37,7 @@ from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, StepPlan
-from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
+from disagg.messages import SamplingParams, TokenLogprobs
 from disagg.models.description import describe_model
 from disagg.router.cascade import first_verdict, is_poor, lead_to_release
 from disagg.time_model import StepFeatures, StepTimeModel
@@ -112,21 +112,13 @@ class Model:
 
     def answer(self, prompt: list[int], label: str) -> Work:
         self._work = work = Work()
-        request = GenerateRequest(
-            request_id="bench",
-            model="bench",
-            token_ids=tuple(prompt),
-            num_prompt_tokens=len(prompt),
-            hash_root=hash_root("bench", self.engine.pool.block_size),
-            block_hashes=(),
-            sampling=SamplingParams(
-                temperature=0.0,
-                max_tokens=MAX_TOKENS,
-                stop_token_ids=self.served.eos_token_ids,
-                logprobs=0,
-            ),
-            deadline_unix_s=1e12,
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=MAX_TOKENS,
+            stop_token_ids=self.served.eos_token_ids,
+            logprobs=0,
         )
+        request = new_request("bench", prompt, sampling, self.engine.pool.block_size)
         self.engine.submit(Sequence(request))
         while self.engine.has_work:
             for event in self.engine.step():

@@ -38,7 +38,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.report import finish, print_table
-from disagg.blocks import hash_root
+from bench.requests import new_request
 from disagg.config import EngineConfig, SpeculativeConfig, model_path
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.draft_model import DraftModel
@@ -49,7 +49,7 @@ from disagg.engine.sched import drafting
 from disagg.engine.sched.drafting import Drafting, Proposer
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import GenerateRequest, Grammar, SamplingParams
+from disagg.messages import Grammar, SamplingParams
 from disagg.models.description import describe_model
 from disagg.time_model import StepFeatures, StepTimeFit
 from disagg.worker.first_steps import first_steps
@@ -235,17 +235,9 @@ class Bench:
         if text == "json":
             sampling["grammar"] = Grammar("json", json.dumps(SCHEMA))
             sampling["stop_token_ids"] = tuple(model.eos_token_ids)
-        request = GenerateRequest(
-            request_id=str(next(self._numbers)),
-            model="bench",
-            token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens),
-            hash_root=hash_root("bench", self.engine.pool.block_size),
-            block_hashes=(),
-            sampling=SamplingParams(max_tokens=num_tokens, **sampling),
-            deadline_unix_s=1e12,
-        )
-        return Sequence(request)
+        wanted = SamplingParams(max_tokens=num_tokens, **sampling)
+        block_size = self.engine.pool.block_size
+        return Sequence(new_request(next(self._numbers), tokens, wanted, block_size))
 
 
 def measure(model: str, config: str, sizes: SequenceOf[int], rounds: int) -> list[dict[str, Any]]:
