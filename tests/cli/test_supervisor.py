@@ -40,9 +40,11 @@ for step in json.loads(os.environ["STEPS"])[turn]:
             (turns / "new").write_text(str(proxy.pid))
             (turns / "new").rename(turns / f"proxy-{{turn}}")
         case "launch":
-            become = "import os, sys, time; time.sleep(0.5); os.execv(sys.argv[2], sys.argv[2:])"
-            words = [sys.executable, "-c", become, {haproxy_launcher.__file__!r}]
-            proxy = subprocess.Popen([*words, turns / "haproxy", "600"], start_new_session=True)
+            become = "print(flush=True); time.sleep(0.5); os.execv(sys.argv[2], sys.argv[2:])"
+            words = [sys.executable, "-c", f"import os, sys, time; {{become}}"]
+            words += [{haproxy_launcher.__file__!r}, turns / "haproxy", "600"]
+            proxy = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+            proxy.stdout.readline()  # it runs: a process that only begins has no words yet
             (turns / f"proxy-{{turn}}").write_text(str(proxy.pid))
         case "ready":
             send("Happened", event="ready", message="ready after 1 s")
